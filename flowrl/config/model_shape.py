@@ -1,0 +1,107 @@
+"""What flowrl must know of a model before anything heavy is imported, read from its `config.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Architecture facts of a Hugging Face folder. Sizes are elements; `kv_heads` divides `heads`."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_positions: int
+    qkv_bias: bool
+    qk_norm: bool
+    sliding_window: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model; tied embeddings count once."""
+        attention = self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        if self.qkv_bias:
+            attention += self.head_dim * (self.heads + 2 * self.kv_heads)
+        if self.qk_norm:
+            attention += 2 * self.head_dim
+        layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+
+def read_model_shape(folder: str | Path) -> ModelShape:
+    """The shape of the model in `folder`.
+
+    Errors: `ValueError` naming the folder where there is no readable `config.json`, where the architecture is not
+    known (the known ones are listed), or where a setting is one that flowrl would not compute exactly.
+    """
+    folder = Path(folder).expanduser()
+    try:
+        raw = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"model folder {folder} has no config.json; give a Hugging Face folder or builtin:tiny") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    names = raw.get("architectures") or ["(none)"]
+    if names[0] not in ARCHITECTURES:
+        raise ValueError(f"architecture {names[0]} of {folder} is not known; known: {', '.join(ARCHITECTURES)}")
+    try:
+        return _shape(names[0], raw, folder)
+    except KeyError as missing:
+        raise ValueError(f"{folder / 'config.json'} lacks {missing}, which {names[0]} needs") from None
+
+
+def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
+    heads = int(raw["num_attention_heads"])
+    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise ValueError(f"{folder}: {heads} attention heads are not a multiple of {kv_heads} key/value heads")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{folder}: hidden_act={raw['hidden_act']!r} is not supported; supported: silu")
+    if raw.get("mlp_bias"):
+        raise ValueError(f"{folder}: mlp_bias=true is not supported")
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    if not qwen2 and raw.get("attention_bias"):
+        raise ValueError(f"{folder}: attention_bias=true is supported for Qwen2 only")
+    rope = raw.get("rope_parameters") or {}
+    scaling = raw.get("rope_scaling") or {key: value for key, value in rope.items() if key != "rope_theta"}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"{folder}: RoPE scaling {kind!r} is not supported; supported: default, linear, llama3")
+    eos = raw.get("eos_token_id")
+    window = raw.get("sliding_window") if architecture == "MistralForCausalLM" or raw.get("use_sliding_window") else None
+    return ModelShape(
+        architecture=architecture,
+        num_layers=int(raw["num_hidden_layers"]),
+        hidden_size=int(raw["hidden_size"]),
+        ffn_size=int(raw["intermediate_size"]),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+        vocab_size=int(raw["vocab_size"]),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind},
+        max_positions=int(raw["max_position_embeddings"]),
+        qkv_bias=qwen2,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        sliding_window=window,
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+    )

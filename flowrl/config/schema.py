@@ -1,0 +1,260 @@
+"""Every knob of flowrl, once: a tree of frozen dataclasses with a default, a unit and a sentence for each key.
+
+The tree is data only. `compose.py` fills it from the command line, `rules.py` checks relations between fields, and
+`docs/configuration.md` is generated from it. A key whose default is ``AUTO`` is replaced by a concrete value before the
+objects are built, so no code outside this package ever sees the word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+AUTO = "auto"
+
+Device = Literal["cpu", "cuda"]
+DType = Literal["float32", "bfloat16"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "sum-norm"]
+Placement = Literal["colocate", "split", "standalone_rollout"]
+Schedule = Literal["constant", "linear", "cosine"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def knob(default: Any, doc: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A documented field; `minimum` and `maximum` are inclusive bounds that are checked when the tree is built."""
+    if isinstance(default, list):
+        raise TypeError("defaults are immutable: give a tuple")
+    return field(default=default, metadata={"doc": doc, "minimum": minimum, "maximum": maximum})
+
+
+def section(cls: type, doc: str) -> Any:
+    """A nested section with its own defaults."""
+    return field(default_factory=cls, metadata={"doc": doc})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = knob("builtin:tiny", "Hugging Face folder (safetensors, config, tokenizer) of actor and reference, or `builtin:tiny`")
+    trust_remote_code: bool = knob(False, "run Python code that lies in the model folder")
+    cache_dir: str = knob("~/.cache/flowrl", "where built-in models are made once and kept")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    devices: int = knob(2, "devices of the main pool: one process each", minimum=1)
+    device: Device = knob(AUTO, "`cpu`, `cuda` or `auto` (cuda where torch sees one)")
+    critic_devices: int = knob(AUTO, "devices of the critic's own pool under `placement=split`; auto: half of `cluster.devices`, at least 1", minimum=1)
+    address: str | None = knob(None, "Ray cluster to join (`host:port` or `auto`); null: RAY_ADDRESS if set, else a new local cluster")
+    object_store_bytes: int = knob(AUTO, "size of a new local cluster's object store, bytes; auto: a quarter of free shared memory, at most 2 GiB", minimum=80_000_000)
+    placement_timeout_seconds: float = knob(300.0, "how long to wait for devices that other jobs hold, seconds", minimum=1)
+    collective_timeout_seconds: float = knob(600.0, "a collective that waits longer than this is a failure, seconds", minimum=5)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train_files: tuple[str, ...] = knob(("builtin:arithmetic",), "JSONL or Parquet files, Hugging Face dataset names (`hf:NAME[:SPLIT]`), or `builtin:arithmetic`")
+    eval_files: tuple[str, ...] = knob(("builtin:arithmetic",), "held-out prompts, same forms; empty: no evaluation")
+    prompts_per_step: int = knob(64, "prompts per training step (each sampled `rollout.samples_per_prompt` times)", minimum=1)
+    max_prompt_tokens: int = knob(16, "limit on a prompt after templating, tokens", minimum=1)
+    overlong: Literal["error", "drop", "truncate_left"] = knob("error", "what happens to a prompt over the limit")
+    shuffle: bool = knob(True, "new order of prompts per epoch, from `trainer.seed`")
+    chat_template: str | None = knob(None, "file with a Jinja chat template that replaces the tokenizer's")
+    template_strings: bool = knob(False, "wrap string prompts as one user message in the chat template; false: plain text")
+    eval_prompts: int | None = knob(128, "evaluate on the first N held-out prompts; null: all", minimum=1)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    function: str = knob(AUTO, "`package.module:name` or `path/to/file.py:name`; auto: the built-in task's grader (an error with other data)")
+    num_processes: int = knob(AUTO, "reward processes; auto: one per CPU, at most 8", minimum=1)
+    timeout_seconds: float = knob(10.0, "wall-clock limit per row (or per batch of a `@batched` function), seconds", minimum=0.01)
+    on_error: str = knob("raise", "`raise` ends the run naming row and function; `score:<x>` scores the row x and counts it")
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    tp: int = knob(AUTO, "tensor-parallel size of generation; auto: 1", minimum=1)
+    pp: int = knob(AUTO, "pipeline-parallel size of generation; auto: 1", minimum=1)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    samples_per_prompt: int = knob(8, "samples per prompt", minimum=1)
+    max_response_tokens: int = knob(8, "limit on a response, tokens", minimum=1)
+    temperature: float = knob(1.0, "sampling temperature; log-probs everywhere are of this distribution", minimum=0.01)
+    top_p: float = knob(1.0, "nucleus mass; 1 is off", minimum=0.01, maximum=1)
+    top_k: int = knob(0, "keep the k likeliest tokens; 0 is off", minimum=0)
+    stop_token_ids: tuple[int, ...] = knob((), "further ids that end a response, beside those of tokenizer and model")
+    layout: RolloutLayout = section(RolloutLayout, "parallel layout of generation")
+    expert_parallel: bool = knob(False, "spread experts over the tensor-parallel ranks (not built yet: refused)")
+    dtype: DType = knob(AUTO, "weights of the engine; auto: float32 on cpu, bfloat16 on cuda")
+    max_batch_requests: int = knob(AUTO, "requests that an engine runs at once; auto: rows of a step per replica, at most 512", minimum=1)
+    kv_cache_bytes: int = knob(AUTO, "KV cache per rank, bytes; auto: what max_batch_requests full sequences need, bounded by memory", minimum=1)
+    gpu_memory_fraction: float = knob(0.4, "share of a GPU that the engine may use", minimum=0.05, maximum=0.95)
+    fingerprint_every: int = knob(1, "compare trainer's and engine's weights after every n-th transfer; 0 is never", minimum=0)
+    logprob_diff_warn: float = knob(0.05, "warn when mean |trainer - rollout| log-prob of a step exceeds this", minimum=0)
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    tp: int = knob(AUTO, "tensor-parallel size; auto: 1 on one device, 2 on two, else 1", minimum=1)
+    pp: int = knob(AUTO, "pipeline-parallel size; auto: 1", minimum=1)
+    vpp: int = knob(AUTO, "virtual pipeline stages per rank (interleaving); auto: 1; more is not built yet: refused", minimum=1)
+    first_stage_layers: int | None = knob(AUTO, "layers on the first pipeline stage; null or auto: equal stages", minimum=1)
+    cp: int = knob(AUTO, "context-parallel size; auto: 1; more is not built yet: refused", minimum=1)
+    ep: int = knob(AUTO, "expert-parallel size; auto: 1; more is not built yet: refused", minimum=1)
+    etp: int = knob(AUTO, "tensor-parallel size inside experts; auto: 1; more is not built yet: refused", minimum=1)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = knob(2e-4, "peak learning rate", minimum=0)
+    schedule: Schedule = knob("constant", "shape after warm-up, over all optimizer steps of the run")
+    warmup_steps: int = knob(0, "optimizer steps of linear warm-up", minimum=0)
+    min_lr: float = knob(0.0, "learning rate at the end of the schedule", minimum=0)
+    weight_decay: float = knob(0.0, "decoupled weight decay (AdamW)", minimum=0)
+    beta1: float = knob(0.9, "Adam beta1", minimum=0, maximum=0.9999)
+    beta2: float = knob(0.999, "Adam beta2", minimum=0, maximum=0.99999)
+    eps: float = knob(1e-8, "Adam epsilon", minimum=0)
+    clip_grad: float = knob(1.0, "clip the global gradient norm at this; 0 is off", minimum=0)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What actor, critic and reference share: how Megatron-core holds and runs a model."""
+
+    layout: TrainLayout = section(TrainLayout, "parallel layout of training")
+    dtype: DType = knob(AUTO, "weights and activations; auto: float32 on cpu, bfloat16 on cuda")
+    tokens_per_microbatch: int = knob(AUTO, "padded tokens (prompt and response) of one micro-batch on one data-parallel rank; auto: 4096, or one full row if that is longer", minimum=1)
+    distributed_optimizer: bool = knob(False, "shard optimizer states over data-parallel ranks")
+    recompute: bool = knob(False, "recompute activations in the backward pass")
+
+
+@dataclass(frozen=True)
+class ActorConfig(EngineConfig):
+    optim: OptimConfig = section(OptimConfig, "optimizer")
+    minibatch_prompts: int = knob(32, "prompts of one optimizer step (all samples of a prompt together); divides `data.prompts_per_step`", minimum=1)
+    epochs: int = knob(1, "passes over a step's batch", minimum=1)
+    clip_low: float = knob(0.2, "ratio is clipped below at 1 - clip_low", minimum=0, maximum=1)
+    clip_high: float = knob(0.2, "ratio is clipped above at 1 + clip_high", minimum=0)
+    dual_clip: float | None = knob(3.0, "bound on the ratio where the advantage is negative (dual clip); null is off", minimum=1)
+    entropy_coefficient: float = knob(0.0, "weight of the entropy bonus", minimum=0)
+    aggregation: Aggregation = knob("token-mean", "how token losses of a mini-batch become one number")
+
+
+@dataclass(frozen=True)
+class CriticConfig(EngineConfig):
+    path: str = knob(AUTO, "Hugging Face folder of the critic's trunk; auto: `model.path` (with a new value head)")
+    optim: OptimConfig = section(OptimConfig, "optimizer")
+    minibatch_prompts: int = knob(AUTO, "prompts of one optimizer step; auto: `actor.minibatch_prompts`", minimum=1)
+    epochs: int = knob(AUTO, "passes over a step's batch; auto: `actor.epochs`", minimum=1)
+    value_clip: float | None = knob(0.5, "clip the change of a value against the old one; null is off", minimum=0)
+    aggregation: Aggregation = knob(AUTO, "how token losses become one number; auto: `actor.aggregation`")
+    warmup_steps: int = knob(0, "steps in which only the critic learns", minimum=0)
+
+
+@dataclass(frozen=True)
+class ReferenceConfig(EngineConfig):
+    path: str = knob(AUTO, "Hugging Face folder; auto: `model.path`")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Base of the variants of the config group `algorithm`."""
+
+
+@dataclass(frozen=True)
+class GAE(Algorithm):
+    """PPO with a critic: generalised advantage estimation (Schulman et al. 2016, eq. 16)."""
+
+    gamma: float = knob(1.0, "discount per token", minimum=0, maximum=1)
+    lam: float = knob(1.0, "GAE lambda", minimum=0, maximum=1)
+    whiten: bool = knob(True, "whiten advantages over all response tokens of the step")
+
+
+@dataclass(frozen=True)
+class GRPO(Algorithm):
+    """Group-relative advantages (Shao et al. 2024, section 4.1.2); no critic."""
+
+    normalize_std: bool = knob(True, "divide by the group's sample deviation")
+    eps: float = knob(1e-6, "added to the deviation", minimum=0)
+
+
+@dataclass(frozen=True)
+class KL:
+    """Base of the variants of the config group `kl`."""
+
+
+@dataclass(frozen=True)
+class NoKL(KL):
+    """No reference model, no KL term."""
+
+
+@dataclass(frozen=True)
+class RewardKL(KL):
+    """Per-token KL subtracted from the reward, fixed coefficient."""
+
+    coefficient: float = knob(0.001, "weight of the KL term", minimum=0)
+    estimator: KLEstimator = knob("k1", "estimator (Schulman 2020, `Approximating KL divergence`)")
+
+
+@dataclass(frozen=True)
+class AdaptiveKL(KL):
+    """Per-token KL subtracted from the reward, coefficient steered to a target (Ziegler et al. 2019, section 2.2)."""
+
+    coefficient: float = knob(0.01, "initial weight of the KL term", minimum=0)
+    target: float = knob(0.1, "KL per token that the controller aims at", minimum=1e-9)
+    horizon: int = knob(10_000, "samples over which the coefficient adapts", minimum=1)
+    estimator: KLEstimator = knob("k1", "estimator")
+
+
+@dataclass(frozen=True)
+class LossKL(KL):
+    """KL term added to the policy loss."""
+
+    coefficient: float = knob(0.001, "weight of the KL term", minimum=0)
+    estimator: KLEstimator = knob("k3", "estimator")
+
+
+VARIANTS: dict[str, dict[str, type]] = {
+    "algorithm": {"gae": GAE, "grpo": GRPO},
+    "kl": {"none": NoKL, "reward": RewardKL, "adaptive": AdaptiveKL, "loss": LossKL},
+}
+"""Config groups: `algorithm=grpo` chooses a type, `algorithm.eps=...` sets its field. A recipe may add its own type."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    total_steps: int = knob(40, "training steps", minimum=1)
+    seed: int = knob(0, "seed of everything: data order, sampling, mini-batches, new parameters", minimum=0)
+    eval_every: int = knob(10, "evaluate every n steps and after the last, and before step 1; 0 is never", minimum=0)
+    save_every: int = knob(0, "export a Hugging Face folder every n steps and after the last; 0 is never", minimum=0)
+    resume: str = knob("never", "`never`; `auto` or a path once checkpoints exist (refused until then)")
+    max_skipped_steps: int = knob(3, "optimizer steps with non-finite gradients in a row that end the run", minimum=1)
+    profile_steps: tuple[int, ...] = knob((), "steps whose driver and worker timeline is written to `run.dir/profile/`")
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = knob(("tensorboard",), "where metrics go beside `metrics.jsonl`")
+    samples_per_step: int = knob(8, "rows written to `run.dir/samples/step_N.jsonl`", minimum=0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = knob(AUTO, "folder of the run; auto: `runs/<timestamp>`")
+    name: str = knob(AUTO, "name of the run in logs; auto: the folder's name")
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = section(ModelConfig, "the policy's model")
+    cluster: ClusterConfig = section(ClusterConfig, "devices and Ray")
+    placement: Placement = knob("colocate", "`colocate`: all roles on one pool; `split`: the critic on its own; `standalone_rollout` is not built yet: refused")
+    data: DataConfig = section(DataConfig, "prompts")
+    reward: RewardConfig = section(RewardConfig, "scores")
+    rollout: RolloutConfig = section(RolloutConfig, "generation (vLLM)")
+    actor: ActorConfig = section(ActorConfig, "policy training (Megatron-core)")
+    critic: CriticConfig = section(CriticConfig, "value training; `critic.layout` inherits `actor.layout`")
+    reference: ReferenceConfig = section(ReferenceConfig, "frozen policy for the KL term; inherits `actor.layout`")
+    algorithm: Algorithm = section(GAE, "config group `algorithm`: how advantages are made")
+    kl: KL = section(RewardKL, "config group `kl`: where the KL term goes")
+    trainer: TrainerConfig = section(TrainerConfig, "the loop")
+    run: RunConfig = section(RunConfig, "where results go")
+    dry_run: bool = knob(False, "print the resolved run (tree, placement, batch arithmetic, memory) and exit")
