@@ -1,0 +1,7 @@
+"""DataProto: a batch as a table of columns, the one thing that roles hand to each other."""
+
+from flowrl.protocol.columns import Block, Column, LocalBlock, Ragged, Stored
+from flowrl.protocol.metric import Metric, merge_metrics
+from flowrl.protocol.table import DataProto, MissingColumnError
+
+__all__ = ["Block", "Column", "DataProto", "LocalBlock", "Metric", "MissingColumnError", "Ragged", "Stored", "merge_metrics"]

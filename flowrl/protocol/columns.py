@@ -1,0 +1,264 @@
+"""Columns of a batch: dense tensors, ragged tensors, and columns that are stored elsewhere.
+
+Everything here is index arithmetic; only ``load`` of a block moves bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Indices = Sequence[int] | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Rows of different length, stored one after the other without padding.
+
+    values: [total, ...]; offsets: [N + 1] int64, offsets[0] == 0, row i is values[offsets[i]:offsets[i + 1]].
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.values.dim() < 1 or self.offsets.dim() != 1 or self.offsets.dtype != torch.int64:
+            raise ValueError(
+                f"a ragged column needs values [total, ...] and offsets [N + 1] int64, got values "
+                f"{tuple(self.values.shape)} and offsets {tuple(self.offsets.shape)} {self.offsets.dtype}"
+            )
+        if len(self.offsets) < 1 or int(self.offsets[0]) != 0 or int(self.offsets[-1]) != len(self.values):
+            raise ValueError(
+                f"offsets must run from 0 to {len(self.values)} (rows of values), got {self.offsets[[0, -1]].tolist() if len(self.offsets) else 'nothing'}"
+            )
+        if len(self.offsets) > 1 and bool((self.offsets.diff() < 0).any()):
+            raise ValueError("offsets of a ragged column must not decrease")
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[torch.Tensor | Sequence[Any]], dtype: torch.dtype | None = None) -> Ragged:
+        """Rows [length_i, ...] -> column of len(rows) rows. Without rows or tokens, dtype defaults to float32."""
+        tensors = [row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=dtype) for row in rows]
+        if dtype is None:
+            # torch.tensor([]) is float32; an empty Python row must not turn a column of ids into floats.
+            known = [t.dtype for t, row in zip(tensors, rows, strict=True) if isinstance(row, torch.Tensor) or len(row)]
+            dtype = known[0] if known else torch.float32
+        values = torch.cat([t.to(dtype) for t in tensors]) if tensors else torch.empty(0, dtype=dtype)
+        return cls.from_lengths(values, [len(t) for t in tensors])
+
+    @classmethod
+    def from_lengths(cls, values: torch.Tensor, lengths: Indices) -> Ragged:
+        """values [total, ...] cut into rows of the given lengths [N]."""
+        return cls(values, offsets_of(torch.as_tensor(lengths, dtype=torch.int64)))
+
+    @classmethod
+    def from_padded(cls, values: torch.Tensor, lengths: Indices) -> Ragged:
+        """values [N, T, ...], lengths [N] <= T -> the first lengths[i] entries of every row."""
+        length = torch.as_tensor(lengths, dtype=torch.int64)
+        if len(length) != len(values) or (len(length) and int(length.max()) > values.shape[1]):
+            raise ValueError(f"lengths {length.tolist()} do not fit values of shape {tuple(values.shape)}")
+        mask = torch.arange(values.shape[1]) < length[:, None]
+        return cls(values[mask.to(values.device)], offsets_of(length))
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[N] int64."""
+        return self.offsets.diff()
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def rows(self) -> list[torch.Tensor]:
+        """N tensors [length_i, ...], views of the values."""
+        return list(torch.split(self.values, self.lengths.tolist())) if len(self) else []
+
+    def select(self, indices: Indices) -> Ragged:
+        """The given rows in the given order; a run of neighbouring rows is a view."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        if is_run(index):
+            first = int(index[0]) if len(index) else 0
+            bounds = self.offsets[first : first + len(index) + 1]
+            return Ragged(self.values[int(bounds[0]) : int(bounds[-1])], bounds - bounds[0])
+        lengths = self.lengths[index]
+        offsets = offsets_of(lengths)
+        shift = torch.repeat_interleave(self.offsets[:-1][index] - offsets[:-1], lengths)
+        positions = torch.arange(int(offsets[-1])) + shift
+        return Ragged(self.values[positions.to(self.values.device)], offsets)
+
+    def padded(self, pad_value: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values [N, T, ...], mask [N, T] bool) with T the longest row."""
+        longest = int(self.lengths.max()) if len(self) else 0
+        mask = (torch.arange(longest) < self.lengths[:, None]).to(self.values.device)
+        shape = (len(self), longest, *self.values.shape[1:])
+        values = torch.full(shape, pad_value, dtype=self.values.dtype, device=self.values.device)
+        values[mask] = self.values
+        return values, mask
+
+    def to(self, device: torch.device | str) -> Ragged:
+        """Values on the device; offsets stay on the CPU, where they are read."""
+        return Ragged(self.values.to(device), self.offsets)
+
+
+Column = torch.Tensor | Ragged
+"""Dense [N, ...] or ragged."""
+
+
+class Block(Protocol):
+    """One stored column. Its facts are known here; only ``load`` moves bytes."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def lengths(self) -> torch.Tensor | None:
+        """[num_rows] int64 of a ragged column, None of a dense one."""
+        ...
+
+    def load(self) -> Column:
+        """The column, read-only (it may be memory shared with other processes)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LocalBlock:
+    """A column in this process seen as a block, so that stored and local rows can be joined without reading."""
+
+    column: Column
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.column)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.column)
+
+    @property
+    def lengths(self) -> torch.Tensor | None:
+        return self.column.lengths if isinstance(self.column, Ragged) else None
+
+    def load(self) -> Column:
+        return self.column
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Rows of blocks: row i is row ``index[i]`` of the blocks laid one after the other. index: [N] int64."""
+
+    blocks: tuple[Block, ...]
+    index: torch.Tensor
+
+    @classmethod
+    def whole(cls, block: Block) -> Stored:
+        return cls((block,), torch.arange(block.num_rows))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """[blocks + 1] int64: first row of every block in the numbering of ``index``."""
+        return offsets_of(torch.tensor([block.num_rows for block in self.blocks], dtype=torch.int64))
+
+    @property
+    def lengths(self) -> torch.Tensor | None:
+        lengths = [block.lengths for block in self.blocks]
+        known = [length for length in lengths if length is not None]
+        if not known:
+            return None
+        return torch.cat(known)[self.index]
+
+    def select(self, indices: torch.Tensor) -> Stored:
+        """Rows by position; blocks that no row needs any more are let go."""
+        index = self.index[indices]
+        starts = self.starts
+        owner = torch.bucketize(index, starts[1:], right=True)
+        used = sorted(set(owner.tolist())) or [0]
+        if len(used) == len(self.blocks):
+            return Stored(self.blocks, index)
+        new_starts = offsets_of(torch.tensor([self.blocks[b].num_rows for b in used], dtype=torch.int64))
+        shift = torch.zeros(len(self.blocks), dtype=torch.int64)
+        shift[torch.tensor(used)] = new_starts[:-1] - starts[torch.tensor(used)]
+        return Stored(tuple(self.blocks[b] for b in used), index + shift[owner] if len(index) else index)
+
+    @staticmethod
+    def concat(parts: Sequence[Stored]) -> Stored:
+        """Rows of all parts in order; a block shared by several parts is kept once."""
+        blocks: list[Block] = []
+        start_of: dict[int, int] = {}
+        total = 0
+        indices = []
+        for part in parts:
+            new_starts = []
+            for block in part.blocks:
+                if id(block) not in start_of:
+                    start_of[id(block)] = total
+                    blocks.append(block)
+                    total += block.num_rows
+                new_starts.append(start_of[id(block)])
+            shift = torch.tensor(new_starts, dtype=torch.int64) - part.starts[:-1]
+            owner = torch.bucketize(part.index, part.starts[1:], right=True)
+            indices.append(part.index + shift[owner] if len(part.index) else part.index)
+        return Stored(tuple(blocks), torch.cat(indices))
+
+    def load(self) -> Column:
+        """Read the needed blocks and put their rows together."""
+        starts = self.starts
+        owner = torch.bucketize(self.index, starts[1:], right=True)
+        pieces, positions = [], []
+        for number, block in enumerate(self.blocks):
+            mine = (owner == number).nonzero().flatten()
+            if len(mine) or len(self.blocks) == 1:
+                pieces.append(select_rows(block.load(), self.index[mine] - starts[number]))
+                positions.append(mine)
+        if not pieces:
+            return select_rows(self.blocks[0].load(), self.index)
+        order = torch.cat(positions)
+        column = concat_columns(pieces)
+        return column if is_run(order) else select_rows(column, torch.argsort(order))
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """lengths [N] int64 -> offsets [N + 1] int64."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def is_run(index: torch.Tensor) -> bool:
+    """Whether the index is first, first + 1, first + 2, ... (a slice)."""
+    return len(index) < 2 or bool((index.diff() == 1).all())
+
+
+def dtype_of(column: Column) -> torch.dtype:
+    return column.values.dtype if isinstance(column, Ragged) else column.dtype
+
+
+def select_rows(column: Column, index: torch.Tensor) -> Column:
+    """Rows of a column in the given order; a run of neighbouring rows is a view."""
+    if isinstance(column, Ragged):
+        return column.select(index)
+    if is_run(index):
+        first = int(index[0]) if len(index) else 0
+        return column[first : first + len(index)]
+    return column[index.to(column.device)]
+
+
+def concat_columns(columns: Sequence[Column]) -> Column:
+    """Rows of all columns in order. Errors: dense mixed with ragged, or different dtypes."""
+    if len(columns) == 1:
+        return columns[0]
+    dtypes = {dtype_of(column) for column in columns}
+    ragged = [column for column in columns if isinstance(column, Ragged)]
+    dense = [column for column in columns if isinstance(column, torch.Tensor)]
+    if len(dtypes) > 1 or (ragged and dense):
+        kinds = sorted({f"{'ragged' if isinstance(c, Ragged) else 'dense'} {dtype_of(c)}" for c in columns})
+        raise ValueError(f"cannot join parts of different kinds: {', '.join(kinds)}")
+    if ragged:
+        return Ragged.from_lengths(torch.cat([c.values for c in ragged]), torch.cat([c.lengths for c in ragged]))
+    return torch.cat(dense)
