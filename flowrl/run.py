@@ -1,0 +1,228 @@
+"""What every driver shares: set-up, steps, rewards, updates, evaluation, reports, shutdown.
+
+A driver gets a `Run` and says only what its algorithm does with it; `main_ppo.py` is the example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from flowrl.algorithms.kl import adaptive_coefficient
+from flowrl.builtin.model import resolve_model
+from flowrl.config import Config, to_tree, to_yaml
+from flowrl.config.model_shape import read_model_shape
+from flowrl.config.schema import ActorConfig, AdaptiveKL, CriticConfig
+from flowrl.console import StepConsole
+from flowrl.data.prompts import load_prompts
+from flowrl.data.seeds import expand
+from flowrl.data.tokenizer import load_tokenizer
+from flowrl.estimate import batch_metrics, estimate, ragged, reward_kl_coefficient
+from flowrl.protocol import DataProto
+from flowrl.report import StepReport
+from flowrl.rewards.runner import RewardResult, RewardRunner
+from flowrl.roles import Roles, has_critic
+from flowrl.single_controller import Cluster
+from flowrl.timing import PhaseClock
+from flowrl.tracking import Tracker
+from flowrl.workers.actor import ActorWorker
+from flowrl.workers.critic import CriticWorker
+from flowrl.workers.reference import ReferenceWorker
+from flowrl.workers.rollout import RolloutWorker
+
+
+class Run:
+    """One training run; a context manager that leaves no process, port or shared-memory segment behind.
+
+    `step` is 1-based while training and 0 before.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.step = 0
+        self.folder = Path(config.run.dir)
+        self.report = StepReport(config.trainer.max_skipped_steps)
+        self._kl_coefficient = reward_kl_coefficient(config.kl)
+        self._batch = DataProto()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Run:
+        with ExitStack() as stack:  # if anything below fails, what was opened is closed again
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def _open(self, stack: ExitStack) -> None:
+        config = self.config
+        logs = self.folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.yaml").write_text(to_yaml(config))
+        self.console = StepConsole(config.trainer.total_steps)
+        stack.callback(self.console.close)
+        with self.console.progress("making the built-in model") as progress:
+            model = resolve_model(config.model.path, config.model.cache_dir, progress)
+        shape = read_model_shape(model)
+        self.tokenizer = load_tokenizer(model, config.data.chat_template, config.model.trust_remote_code)
+        self._open_data(stack, shape.vocab_size)
+        self.tracker = Tracker(self.folder, config, to_tree(config))
+        stack.callback(self.tracker.close)
+        self.cluster = stack.enter_context(
+            Cluster(
+                address=config.cluster.address, object_store_bytes=config.cluster.object_store_bytes,
+                log_dir=logs, run_name=config.run.name,
+            )
+        )  # fmt: skip
+        self.console.message(self.cluster.description)
+        self.clock = PhaseClock(self.cluster)
+        self._roles = Roles(config, self.cluster, model, shape, self.tokenizer, stack)
+
+    def _open_data(self, stack: ExitStack, vocab_size: int) -> None:
+        config = self.config
+        self.tokenizer.check_vocabulary(vocab_size)
+        self._train = load_prompts(config.data.train_files, config.data, self.tokenizer, seed=config.trainer.seed)
+        self._train.step(1)  # too few prompts for a step is an error now, not after the models are loaded
+        self._held_out: DataProto | None = None
+        if config.data.eval_files and config.trainer.eval_every:
+            table = load_prompts(config.data.eval_files, config.data, self.tokenizer, seed=config.trainer.seed, held_out=True)
+            self._held_out = expand(table.eval_batch(config.data.eval_prompts), 1, config.trainer.seed, step=0)
+        self._rewards = stack.enter_context(RewardRunner(config.reward))
+        self._rewards.check(self._train.step(1).values["row"][0])
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    # The roles
+
+    def actor(self) -> ActorWorker:
+        return self._roles.actor()
+
+    def critic(self) -> CriticWorker | None:
+        return self._roles.critic()
+
+    def reference(self) -> ReferenceWorker | None:
+        return self._roles.reference()
+
+    def rollout(self) -> RolloutWorker:
+        return self._roles.rollout()
+
+    # The loop
+
+    def steps(self) -> Iterator[DataProto]:
+        """The prompts of each step, each repeated `rollout.samples_per_prompt` times with a seed per sample.
+
+        When the body of the driver's loop is done with a step, the step is reported.
+        """
+        config = self.config
+        self.console.started()
+        for self.step in range(1, config.trainer.total_steps + 1):
+            self.clock.start()
+            with self.cluster.phase("", self.step):
+                prompts = self._train.step(self.step)
+                yield expand(prompts, config.rollout.samples_per_prompt, config.trainer.seed, self.step)
+                self._finish_step()
+
+    def rewards(self, batch: DataProto) -> DataProto:
+        """Grades the responses: column `score` [N] float32, value `response` (the text that was graded)."""
+        with self.clock.phase("reward", self.step):
+            texts, result = self._grade(batch)
+            score = torch.as_tensor(np.asarray(result.scores, dtype=np.float32))
+            return DataProto({"score": score}, values={"response": texts}, metrics=result.metrics, row_ids=batch.row_ids)
+
+    def advantages(self, batch: DataProto) -> DataProto:
+        """`batch` with `advantages` (and `returns`), by the configured algorithm."""
+        with self.clock.phase("advantage", self.step):
+            estimated = estimate(self.config.algorithm, batch, self._kl_coefficient, self.config.kl)
+            metrics = batch_metrics(estimated)
+            self.report.add(metrics)
+            self.report.note(estimated)
+            self._batch = estimated
+            if isinstance(self.config.kl, AdaptiveKL):
+                self.report.add({"kl/coefficient": self._kl_coefficient})
+                self._kl_coefficient = adaptive_coefficient(
+                    self._kl_coefficient, metrics["kl/reference"], self.config.kl.target, self.config.kl.horizon, len(batch)
+                )
+            return estimated
+
+    def minibatches(self, batch: DataProto, config: ActorConfig | CriticConfig) -> Iterator[DataProto]:
+        """The batch cut into mini-batches of `config.minibatch_prompts` prompts, anew for each of `config.epochs`."""
+        for epoch in range(config.epochs):
+            yield from batch.minibatches(config.minibatch_prompts, seed=(self.config.trainer.seed, self.step, epoch))
+
+    @property
+    def policy_learns(self) -> bool:
+        """False while only the critic learns (`critic.warmup_steps`)."""
+        return not has_critic(self.config) or self.step > self.config.critic.warmup_steps
+
+    def log(self, *tables: DataProto) -> None:
+        """Adds the metrics of these answers, which may still be pending, to the step's report."""
+        for table in tables:
+            self.report.note(table)
+
+    def due(self, every: int) -> bool:
+        """Whether something done every `every` steps, and after the last step, is done in this step."""
+        return every > 0 and (self.step % every == 0 or self.step == self.config.trainer.total_steps)
+
+    def evaluate(self, rollout: RolloutWorker) -> None:
+        """Mean reward of one sample per held-out prompt at the training temperature, when due and before step 1."""
+        if self._held_out is None or (self.step and not self.due(self.config.trainer.eval_every)):
+            return
+        with self.clock.phase("eval", self.step):
+            batch = self._held_out.union(rollout.generate(self._held_out))
+            score = float(np.mean(self._grade(batch)[1].scores))
+        self.report.add({"eval/reward/mean": score})
+        if self.step == 0:
+            self.tracker.log(0, self.report.take(0))
+            self.console.message(f"before training: held-out reward {score:.3f} over {len(batch)} prompts")
+
+    def save(self, actor: ActorWorker) -> None:
+        """Writes the policy as a Hugging Face folder to `run.dir/export/step_N`, when due."""
+        if self.due(self.config.trainer.save_every):
+            actor.export(str(self.folder / "export" / f"step_{self.step}"))
+
+    def _grade(self, batch: DataProto) -> tuple[list[str], RewardResult]:
+        texts = [self.tokenizer.decode(ids.tolist()) for ids in ragged(batch, "response_ids", "grading").rows()]
+        return texts, self._rewards.score(batch.values["prompt"], texts, batch.values["row"], batch.row_ids)
+
+    # The end of a step and of the run
+
+    def _finish_step(self) -> None:
+        trainer = self.config.trainer
+        metrics = self.report.take(self.step)
+        self.cluster.wait()
+        seconds, spans = self.clock.finish()
+        tokens = sum(int(self._batch.lengths(name).sum()) for name in ("prompt_ids", "response_ids"))
+        metrics |= seconds | {"tokens_per_second": tokens / seconds["seconds/total"]}
+        if self.step in trainer.profile_steps:
+            self.tracker.timeline(self.step, spans)
+        self.tracker.samples(self.step, self._samples(trainer.samples_per_step))
+        self.tracker.log(self.step, metrics)
+        self.console.step(self.step, metrics)
+        limit = self.config.rollout.logprob_diff_warn
+        if metrics.get("rollout/logprob_diff_mean", 0.0) > limit:
+            difference = metrics["rollout/logprob_diff_mean"]
+            self.console.warn(f"mean |trainer - rollout| log-prob {difference:.3g} is over rollout.logprob_diff_warn={limit:g}")
+
+    def _samples(self, count: int) -> Iterator[dict[str, object]]:
+        batch = self._batch
+        for i in range(min(count, len(batch))):
+            yield {
+                "id": batch.row_ids[i], "prompt": batch.values["prompt"][i], "response": batch.values["response"][i],
+                "reward": float(batch["score"][i]), "finish_reason": batch.values["finish_reason"][i],
+            }  # fmt: skip
+
+    def finish(self) -> None:
+        """Says where everything is, first and last reward, and draws the curve."""
+        self.console.close()
+        picture = self.tracker.picture()
+        for name, title in (("reward/mean", "training reward"), ("eval/reward/mean", "held-out reward")):
+            series = self.tracker.series(name)
+            if series:
+                last = [value for _, value in series[-5:]] if name == "reward/mean" else [series[-1][1]]
+                over = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
+                self.console.message(f"{title}: {series[0][1]:.3f} at step {series[0][0]}, {np.mean(last):.3f} at the end{over}")
+        self.console.message(f"run: {self.folder} (metrics.jsonl, samples/, logs/, config.yaml, {picture.name if picture else ''})")

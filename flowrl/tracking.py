@@ -1,0 +1,137 @@
+"""Where a run's numbers go: `metrics.jsonl`, samples, TensorBoard or W&B, a timeline, and a picture at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from flowrl.config.schema import Config
+from flowrl.single_controller import Span
+
+
+class Logger(Protocol):
+    """Takes the metrics of one step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files under `run.dir/tensorboard/`."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class WeightsAndBiases:
+    """A W&B run; needs the extra `flowrl[wandb]`."""
+
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError(
+                "trainer.loggers has wandb, which is not installed: pip install 'flowrl[wandb]', "
+                "or trainer.loggers=[tensorboard]"
+            ) from None
+        self._run = wandb.init(project="flowrl", name=name, dir=str(folder), config=dict(config))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Tracker:
+    """Writes everything that a run leaves behind, one call per step.
+
+    `metrics.jsonl` holds one JSON object per step, `step` first; step 0 is the evaluation before training.
+    """
+
+    def __init__(self, folder: Path, config: Config, tree: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.history: list[dict[str, float]] = []
+        self._jsonl = (folder / "metrics.jsonl").open("w")
+        self._loggers: list[Logger] = []
+        for name in config.trainer.loggers:
+            if name == "tensorboard":
+                self._loggers.append(TensorBoard(folder / "tensorboard"))
+            else:
+                self._loggers.append(WeightsAndBiases(folder, config.run.name, tree))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the step's metrics everywhere; a value that is not finite is written as null in the JSON."""
+        self.history.append({"step": step, **metrics})
+        row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._jsonl.write(json.dumps({"step": step, **row}) + "\n")
+        self._jsonl.flush()
+        for logger in self._loggers:
+            logger.log(step, metrics)
+
+    def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes `samples/step_N.jsonl`: id, prompt, response, reward, finish reason of some rows."""
+        path = self.folder / "samples" / f"step_{step}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def timeline(self, step: int, spans: Sequence[Span]) -> None:
+        """Writes `profile/step_N.json`, a trace of the step's calls that chrome://tracing and Perfetto read."""
+        path = self.folder / "profile" / f"step_{step}.json"
+        path.parent.mkdir(exist_ok=True)
+        events = [
+            {"name": f"{span.role}.{span.method}", "cat": span.phase, "ph": "X", "pid": span.role, "tid": span.phase,
+             "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
+            for span in spans
+        ]  # fmt: skip
+        path.write_text(json.dumps({"traceEvents": events}))
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of every step that has the metric."""
+        return [(int(row["step"]), row[name]) for row in self.history if name in row]
+
+    def picture(self) -> Path | None:
+        """Draws training and held-out reward, and KL where there is one, to `reward.png`; None without a step."""
+        if not self.series("reward/mean"):
+            return None
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+
+        figure, axis = plt.subplots(figsize=(7, 4))
+        for name, style in (("reward/mean", "-"), ("eval/reward/mean", "o--")):
+            points = self.series(name)
+            if points:
+                axis.plot(*zip(*points, strict=True), style, label=name)
+        axis.set(xlabel="step", ylabel="reward", title=self.folder.name)
+        points = self.series("kl/reference")
+        if points:
+            right = axis.twinx()
+            right.plot(*zip(*points, strict=True), ":", color="tab:gray", label="kl/reference")
+            right.set_ylabel("KL per token")
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right")
+        figure.tight_layout()
+        path = self.folder / "reward.png"
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+        return path
+
+    def close(self) -> None:
+        self._jsonl.close()
+        for logger in self._loggers:
+            logger.close()
