@@ -45,6 +45,25 @@ class ModelShape:
         return self.num_layers * layer + embeddings + self.hidden_size
 
 
+BUILTIN = {
+    "builtin:tiny": ModelShape(
+        architecture="LlamaForCausalLM", num_layers=2, hidden_size=64, ffn_size=128, heads=4, kv_heads=2, head_dim=32,
+        vocab_size=64, tied=True, norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None, max_positions=256, qkv_bias=False,
+        qk_norm=False, sliding_window=None, eos_token_ids=(),
+    ),
+}  # fmt: skip
+"""Shapes of the built-in models, which need not exist yet when a configuration is checked."""
+
+
+def shape_of(path: str) -> ModelShape:
+    """The shape of `model.path`: a built-in name or a folder. Errors: as `read_model_shape`."""
+    if path.startswith("builtin:"):
+        if path not in BUILTIN:
+            raise ValueError(f"{path} is not a built-in model; known: {', '.join(BUILTIN)}")
+        return BUILTIN[path]
+    return read_model_shape(path)
+
+
 def read_model_shape(folder: str | Path) -> ModelShape:
     """The shape of the model in `folder`.
 

@@ -8,7 +8,7 @@ objects are built, so no code outside this package ever sees the word.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 AUTO = "auto"
 
@@ -160,13 +160,17 @@ class ReferenceConfig(EngineConfig):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Base of the variants of the config group `algorithm`."""
+    """Base of the variants of the config group `algorithm`. The class variables say what a variant needs of a run."""
+
+    needs_critic: ClassVar[bool] = False
+    min_samples_per_prompt: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
 class GAE(Algorithm):
     """PPO with a critic: generalised advantage estimation (Schulman et al. 2016, eq. 16)."""
 
+    needs_critic: ClassVar[bool] = True
     gamma: float = knob(1.0, "discount per token", minimum=0, maximum=1)
     lam: float = knob(1.0, "GAE lambda", minimum=0, maximum=1)
     whiten: bool = knob(True, "whiten advantages over all response tokens of the step")
@@ -176,6 +180,7 @@ class GAE(Algorithm):
 class GRPO(Algorithm):
     """Group-relative advantages (Shao et al. 2024, section 4.1.2); no critic."""
 
+    min_samples_per_prompt: ClassVar[int] = 2
     normalize_std: bool = knob(True, "divide by the group's sample deviation")
     eps: float = knob(1e-6, "added to the deviation", minimum=0)
 
@@ -184,10 +189,14 @@ class GRPO(Algorithm):
 class KL:
     """Base of the variants of the config group `kl`."""
 
+    needs_reference: ClassVar[bool] = True
+
 
 @dataclass(frozen=True)
 class NoKL(KL):
     """No reference model, no KL term."""
+
+    needs_reference: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)

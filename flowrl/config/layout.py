@@ -1,0 +1,66 @@
+"""Arithmetic of parallel layouts: what divides what. Integers only; rules, `auto` values and the plan share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flowrl.config.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices that one role runs on, named by the key that sets their number."""
+
+    key: str
+    devices: int
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def nearest_multiples(value: int, unit: int) -> list[int]:
+    """The multiples of `unit` next to `value`, at least `unit` itself."""
+    below = value // unit * unit
+    return sorted({max(unit, below), below + unit})
+
+
+def tensor_parallel_problem(shape: ModelShape, tp: int) -> str | None:
+    """Why a model cannot be cut into `tp` parts, or None. Trainer and engine alike keep copies of a key/value head on
+    several ranks where there are fewer heads than ranks."""
+    for count, what in ((shape.heads, "attention heads"), (shape.ffn_size, "feed-forward columns")):
+        if count % tp:
+            return f"the model's {count} {what} cannot be cut into {tp} parts"
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        return f"the model's {shape.kv_heads} key/value heads cannot be spread over {tp} parts"
+    return None
+
+
+def legal_tensor_parallel(shape: ModelShape) -> list[int]:
+    """Every legal tensor-parallel size of the model."""
+    return [tp for tp in divisors(shape.heads) if tensor_parallel_problem(shape, tp) is None]
+
+
+def stage_layers(num_layers: int, pp: int, first: int | None) -> list[int] | None:
+    """Layers of each pipeline stage of the trainer, or None where they do not come out whole and positive."""
+    if first is None:
+        return [num_layers // pp] * pp if num_layers % pp == 0 else None
+    rest = num_layers - first
+    if pp == 1:
+        return [first] if rest == 0 else None
+    if rest <= 0 or rest % (pp - 1):
+        return None
+    return [first] + [rest // (pp - 1)] * (pp - 1)
+
+
+def legal_first_stages(num_layers: int, pp: int) -> list[int]:
+    """The values of `first_stage_layers` that leave equal whole stages after the first."""
+    return [first for first in range(1, num_layers + 1) if stage_layers(num_layers, pp, first)]
+
+
+def words(numbers: Sequence[int]) -> str:
+    """`1, 2 or 4`."""
+    texts = [str(number) for number in numbers]
+    return " or ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts) or "none"

@@ -1,0 +1,113 @@
+"""A rough estimate of the bytes that one rank holds, by role and phase. Arithmetic on shapes; nothing is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from flowrl.config.layout import stage_layers
+from flowrl.config.model_shape import ModelShape
+from flowrl.config.resolve import BYTES, Shapes
+from flowrl.config.schema import ActorConfig, Config, CriticConfig, EngineConfig, ReferenceConfig
+from flowrl.config.units import pool_devices
+
+LOGIT_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once, in float32: the trainer computes log-probs in chunks."""
+PROCESS_BYTES = 550 * 2**20
+"""A worker process with all libraries imported, before it holds anything (measured on CPU)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one role on the rank of its pool that holds most. `phase` is when they are all there at once."""
+
+    role: str
+    phase: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def rank_parameters(shape: ModelShape, tp: int, pp: int, first_stage_layers: int | None) -> int:
+    """Parameters on the rank that holds most, of a model cut into `tp` parts and `pp` stages."""
+    one = replace(shape, num_layers=1, tied=True).num_parameters
+    embedding = shape.vocab_size * shape.hidden_size
+    layer = one - embedding - shape.hidden_size
+    stages = stage_layers(shape.num_layers, pp, first_stage_layers) or [-(-shape.num_layers // pp)] * pp
+    sizes = [layers * layer for layers in stages]
+    sizes[0] += embedding
+    if pp > 1 or not shape.tied:
+        sizes[-1] += embedding
+    return -(-max(sizes) // tp)
+
+
+def memory(config: Config, shapes: Shapes) -> list[Memory]:
+    """One entry per role and phase, roles that the run does not have left out."""
+    found = [_trained("actor", config.actor, shapes.policy, config)]
+    if config.algorithm.needs_critic:
+        found.append(_trained("critic", config.critic, shapes.critic, config))
+    if config.kl.needs_reference:
+        found.append(_frozen(config.reference, shapes.reference, config))
+    found.append(_rollout(config, shapes.policy))
+    return found
+
+
+def _trained(role: str, section: ActorConfig | CriticConfig, shape: ModelShape, config: Config) -> Memory:
+    layout = section.layout
+    count = rank_parameters(shape, layout.tp, layout.pp, layout.first_stage_layers)
+    replicas = max(1, pool_devices(config, role) // (layout.tp * layout.pp * layout.cp))
+    # Two moments in float32, and a float32 copy of weights that are not float32 themselves.
+    optimizer = count * (8 if section.dtype == "float32" else 12)
+    parts = {
+        "weights": count * BYTES[section.dtype],
+        "gradients (float32)": count * 4,
+        "optimizer": optimizer // replicas if section.distributed_optimizer else optimizer,
+        "activations of a micro-batch": _activations(section, shape, config, backward=True),
+    }
+    if role == "actor":
+        parts["logits of a chunk"] = _logits(section, shape, config)
+    return Memory(role, "update", parts)
+
+
+def _frozen(section: ReferenceConfig, shape: ModelShape, config: Config) -> Memory:
+    layout = section.layout
+    count = rank_parameters(shape, layout.tp, layout.pp, layout.first_stage_layers)
+    parts = {
+        "weights": count * BYTES[section.dtype],
+        "activations of a micro-batch": _activations(section, shape, config, backward=False),
+        "logits of a chunk": _logits(section, shape, config),
+    }
+    return Memory("reference", "log-probs", parts)
+
+
+def _rollout(config: Config, shape: ModelShape) -> Memory:
+    section = config.rollout
+    count = rank_parameters(shape, section.layout.tp, section.layout.pp, None)
+    parts = {"weights": count * BYTES[section.dtype], "KV cache": section.kv_cache_bytes}
+    return Memory("rollout", "generate", parts)
+
+
+def microbatch_tokens(section: EngineConfig, config: Config) -> int:
+    """Padded tokens of the largest micro-batch: the budget, or one full row where that is longer."""
+    return max(section.tokens_per_microbatch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+
+
+def _activations(section: EngineConfig, shape: ModelShape, config: Config, *, backward: bool) -> int:
+    tokens, layout = microbatch_tokens(section, config), section.layout
+    # Per token and layer: residuals and norms, queries to attention output, the two widths of the feed-forward part.
+    whole = 6 * shape.hidden_size + (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // layout.tp + 3 * shape.ffn_size // layout.tp
+    layers = -(-shape.num_layers // layout.pp)
+    if not backward:
+        elements = whole
+    elif section.recompute:
+        elements = layers * shape.hidden_size + whole
+    else:
+        elements = layers * whole * min(layout.pp, 2)
+    return tokens * elements * BYTES[section.dtype]
+
+
+def _logits(section: EngineConfig, shape: ModelShape, config: Config) -> int:
+    tokens = min(LOGIT_CHUNK_TOKENS, microbatch_tokens(section, config))
+    return 2 * tokens * -(-shape.vocab_size // section.layout.tp) * 4

@@ -1,0 +1,196 @@
+"""What a run will do, before it does it: placement, batch arithmetic, memory. Pure; `dry_run=true` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flowrl.config.compose import to_yaml
+from flowrl.config.machine import Machine
+from flowrl.config.memory import PROCESS_BYTES, Memory, memory, microbatch_tokens
+from flowrl.config.resolve import Shapes
+from flowrl.config.schema import ActorConfig, Config, CriticConfig, TrainLayout
+from flowrl.config.units import OptimizerSteps, critic_warmup_steps, optimizer_steps, pool_devices
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """Where a role runs. `replicas`: copies of the model, each of `tp * pp * cp` ranks."""
+
+    role: str
+    pool: str
+    ranks: range
+    layout: str
+    replicas: int
+    model: str
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a trained role goes through the rows of a step.
+
+    `rows_per_slice`: most rows of a mini-batch on one data-parallel slice. `microbatches`: fewest micro-batches of a
+    mini-batch on such a slice if all rows are full; 1 if they fit the token budget.
+    """
+
+    role: str
+    minibatches: int
+    minibatch_rows: int
+    epochs: int
+    rows_per_slice: int
+    microbatches: int
+    budget_tokens: int
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything `dry_run=true` shows, as data."""
+
+    tree: str
+    roles: tuple[RolePlan, ...]
+    prompts_per_step: int
+    rows_per_step: int
+    rows_per_replica: int
+    updates: tuple[UpdatePlan, ...]
+    optimizer_steps: OptimizerSteps
+    total_steps: int
+    critic_warmup_steps: int
+    memory: tuple[Memory, ...]
+    notes: tuple[str, ...]
+
+
+def make_plan(config: Config, shapes: Shapes, machine: Machine) -> RunPlan:
+    """The plan of a legal configuration."""
+    rows = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    roles = tuple(_roles(config))
+    updates = [_update("actor", config.actor, config)]
+    if config.algorithm.needs_critic:
+        updates.append(_update("critic", config.critic, config))
+    estimate = tuple(memory(config, shapes))
+    return RunPlan(
+        tree=to_yaml(config),
+        roles=roles,
+        prompts_per_step=config.data.prompts_per_step,
+        rows_per_step=rows,
+        rows_per_replica=-(-rows // roles[-1].replicas),
+        updates=tuple(updates),
+        optimizer_steps=optimizer_steps(config),
+        total_steps=config.trainer.total_steps,
+        critic_warmup_steps=critic_warmup_steps(config),
+        memory=estimate,
+        notes=tuple(_notes(config, estimate, updates, machine)),
+    )
+
+
+def _roles(config: Config) -> Iterator[RolePlan]:
+    yield _trainer_role("actor", config.actor.layout, config.model.path, config)
+    if config.algorithm.needs_critic:
+        yield _trainer_role("critic", config.critic.layout, config.critic.path, config)
+    if config.kl.needs_reference:
+        yield _trainer_role("reference", config.reference.layout, config.reference.path, config)
+    layout, devices = config.rollout.layout, config.cluster.devices
+    parts = layout.tp * layout.pp
+    yield RolePlan("rollout", "main", range(devices), f"tp {layout.tp}, pp {layout.pp}", devices // parts, config.model.path)
+
+
+def _trainer_role(role: str, layout: TrainLayout, model: str, config: Config) -> RolePlan:
+    devices = pool_devices(config, role)
+    pool = "critic" if role == "critic" and config.placement == "split" else "main"
+    text = f"tp {layout.tp}, pp {layout.pp}" + (f", cp {layout.cp}" if layout.cp > 1 else "")
+    return RolePlan(role, pool, range(devices), text, devices // (layout.tp * layout.pp * layout.cp), model)
+
+
+def _update(role: str, section: ActorConfig | CriticConfig, config: Config) -> UpdatePlan:
+    layout = section.layout
+    replicas = pool_devices(config, role) // (layout.tp * layout.pp * layout.cp)
+    rows = section.minibatch_prompts * config.rollout.samples_per_prompt
+    slice_rows = -(-rows // replicas)
+    row_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    rows_at_once = max(1, section.tokens_per_microbatch // row_tokens)
+    return UpdatePlan(
+        role=role,
+        minibatches=config.data.prompts_per_step // section.minibatch_prompts,
+        minibatch_rows=rows,
+        epochs=section.epochs,
+        rows_per_slice=slice_rows,
+        microbatches=-(-slice_rows // rows_at_once),
+        budget_tokens=section.tokens_per_microbatch,
+    )
+
+
+def _notes(config: Config, estimate: Sequence[Memory], updates: Sequence[UpdatePlan], machine: Machine) -> Iterator[str]:
+    row = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    for update in updates:
+        if update.budget_tokens < row:
+            yield (
+                f"{update.role}.tokens_per_microbatch={update.budget_tokens} is less than a full row of {row} tokens; such a row gets a "
+                "micro-batch of its own"
+            )
+    if config.rollout.top_p < 1 or config.rollout.top_k > 0:
+        yield "rollout.top_p or top_k cuts the sampling distribution; the trainer's log-probs are of the full one, so ratios are biased"
+    ranks = sum(pool_devices(config, m.role) * m.total for m in estimate)
+    processes = config.cluster.devices + (config.cluster.critic_devices if config.placement == "split" else 0)
+    need = ranks + processes * PROCESS_BYTES
+    if config.cluster.device == "cpu" and need > machine.memory_bytes:
+        yield f"about {size(need)} of memory will be needed, this machine has {size(machine.memory_bytes)}"
+    if config.cluster.device == "cuda" and machine.gpu_memory_bytes:
+        per_rank = sum(m.total for m in estimate if not (m.role == "critic" and config.placement == "split"))
+        if per_rank > machine.gpu_memory_bytes:
+            yield f"about {size(per_rank)} per GPU will be needed with every role awake, a GPU has {size(machine.gpu_memory_bytes)}"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people: `1.5 GiB`."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def render(plan: RunPlan) -> str:
+    """The plan as plain text."""
+    lines = ["Configuration", *_indent(plan.tree.splitlines()), "", "Placement", *_indent(_placement(plan))]
+    lines += ["", "Batches", *_indent(_batches(plan)), "", "Memory per rank (rough)", *_indent(_memory(plan))]
+    if plan.notes:
+        lines += ["", "Notes", *_indent(plan.notes)]
+    return "\n".join([*lines, ""])
+
+
+def _indent(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def _placement(plan: RunPlan) -> list[str]:
+    return [
+        f"{r.role:<10} pool {r.pool:<7} ranks {r.ranks.start}-{r.ranks.stop - 1}  {r.layout}, {r.replicas} replica(s)  {r.model}"
+        for r in plan.roles
+    ]
+
+
+def _batches(plan: RunPlan) -> list[str]:
+    samples = plan.rows_per_step // plan.prompts_per_step
+    steps = plan.optimizer_steps
+    lines = [
+        f"a step: {plan.prompts_per_step} prompts x {samples} samples = {plan.rows_per_step} rows; generation: at most "
+        f"{plan.rows_per_replica} rows per replica",
+    ]
+    for u in plan.updates:
+        lines.append(
+            f"{u.role}: {u.minibatches} mini-batch(es) of {u.minibatch_rows} rows x {u.epochs} epoch(s) = "
+            f"{u.minibatches * u.epochs} optimizer steps a step; a mini-batch: at most {u.rows_per_slice} rows on a data-parallel "
+            f"rank, in {u.microbatches} micro-batch(es) of {u.budget_tokens} tokens if every row is full"
+        )
+    learning = plan.total_steps - plan.critic_warmup_steps
+    lines.append(f"the run: {plan.total_steps} steps; actor {steps.actor_total} optimizer steps in {learning} steps")
+    if steps.critic_total:
+        lines[-1] += f"; critic {steps.critic_total} optimizer steps, the first {plan.critic_warmup_steps} steps alone"
+    return lines
+
+
+def _memory(plan: RunPlan) -> list[str]:
+    return [
+        f"{m.role:<10} {m.phase:<10} {size(m.total):>10}   " + ", ".join(f"{name} {size(part)}" for name, part in m.parts.items())
+        for m in plan.memory
+    ]
