@@ -1,0 +1,41 @@
+"""The environment variables that worker processes need before they import torch, Megatron-core or vLLM."""
+
+from __future__ import annotations
+
+import os
+
+
+def process_environment(device: str, devices: int, *, cpus: int | None = None) -> dict[str, str]:
+    """Variables for each of `devices` processes that share this machine; pass them to the processes' start.
+
+    `cpus` is the number of CPUs that the processes share; None asks the operating system for those this process may
+    use. Threads are cpus / devices, at least 1, so that n processes on a small machine do not oversubscribe it.
+
+    Errors: `ValueError` for a device other than `cpu` or `cuda`.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"cluster.device={device!r} is not one of cpu, cuda")
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "VLLM_CONFIGURE_LOGGING": "0",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if device == "cuda":
+        # Every process sees all GPUs of its node: vLLM's peer-to-peer probe looks up the device with the index `rank`.
+        # FlashInfer's sampler compiles at first use and draws from generators of its own.
+        return variables | {
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
+    if cpus is None:
+        cpus = len(os.sched_getaffinity(0))
+    return variables | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": str(max(1, cpus // devices)),
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }

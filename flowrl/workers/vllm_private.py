@@ -1,0 +1,285 @@
+"""Everything of vLLM that is not its public interface, in one place.
+
+Read in vLLM 0.26.0 (CUDA build) and 0.32.0 (CPU build). `missing_names` lists what a newer version took away; a test
+and every engine start call it. The engine runs inside a process that belongs to us: our default process group, our
+random state, our garbage collector, our thread count. What vLLM would do to these is undone or kept from happening.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+READ_IN = ("0.26.0", "0.32.0")
+
+PRIVATE_NAMES = (
+    "vllm.distributed.parallel_state:_WORLD",
+    "vllm.distributed.parallel_state:_NODE_COUNT",
+    "vllm.distributed.parallel_state:_node_count",
+    "vllm.distributed.parallel_state:_TP",
+    "vllm.distributed.parallel_state:_PP",
+    "vllm.distributed.parallel_state:_DP",
+    "vllm.distributed.parallel_state:_DCP",
+    "vllm.distributed.parallel_state:_PCP",
+    "vllm.distributed.parallel_state:init_world_group",
+    "vllm.distributed.parallel_state:init_model_parallel_group",
+    "vllm.v1.engine.core:cleanup_dist_env_and_memory",
+    "vllm.v1.engine.core:freeze_gc_heap",
+    "vllm.v1.worker.gpu_worker:freeze_gc_heap",
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    "vllm.platforms:current_platform.dist_backend",
+    "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
+    "vllm.entrypoints.llm:LLM.collective_rpc",
+    "vllm.entrypoints.llm:LLM.reset_prefix_cache",
+    "torch.distributed.distributed_c10d:_set_pg_timeout",
+)
+
+
+def _find(name: str) -> bool:
+    module_name, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def missing_names() -> list[str]:
+    """Those of `PRIVATE_NAMES` that the installed vLLM does not have."""
+    return [name for name in PRIVATE_NAMES if not _find(name)]
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What one engine is made of. `tp * pp` ranks share one engine; sizes are tokens unless they say bytes."""
+
+    model_path: str
+    device: str
+    dtype: str
+    tp: int
+    pp: int
+    max_model_tokens: int
+    max_batch_requests: int
+    block_tokens: int
+    num_blocks: int
+    kv_cache_bytes: int
+    gpu_memory_fraction: float
+    seed: int
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM seeds torch, numpy and random with its own seed; the trainer's streams must not notice."""
+    states = (torch.get_rng_state(), numpy.random.get_state(), random.getstate())
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        numpy.random.set_state(states[1])
+        random.setstate(states[2])
+        if cuda_states is not None:
+            torch.cuda.set_rng_state_all(cuda_states)
+
+
+def _plain_linear(layer: Any, remove_weight: bool) -> None:
+    """Multiply with the parameter itself: vLLM's packed copies would not see weights that are written later."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _tame() -> None:
+    """Replace the functions of vLLM that would act on the whole process or hide the weights. Idempotent."""
+    for module in ("layers.utils", "layers.linear", "layers.vocab_parallel_embedding"):
+        loaded = importlib.import_module(f"vllm.model_executor.{module}")
+        if "dispatch_cpu_unquantized_gemm" in vars(loaded):
+            vars(loaded)["dispatch_cpu_unquantized_gemm"] = _plain_linear
+    core = vars(importlib.import_module("vllm.v1.engine.core"))
+    # Without this, dropping an engine destroys the default process group, which the trainer uses too.
+    core["cleanup_dist_env_and_memory"] = lambda *args, **kwargs: None
+    # Frozen objects are never collected: the trainer's would be among them.
+    core["freeze_gc_heap"] = lambda: None
+    vars(importlib.import_module("vllm.v1.worker.gpu_worker"))["freeze_gc_heap"] = lambda: None
+
+
+class _Groups:
+    """vLLM's group coordinators of this process by layout: groups cannot be freed, so a layout is made once."""
+
+    def __init__(self) -> None:
+        self.default_group: Any = None
+        self.by_layout: dict[tuple[int, int], dict[str, Any]] = {}
+
+
+_groups = _Groups()
+
+
+def _make_groups(tp_groups: list[list[int]], pp_groups: list[list[int]], local_rank: int) -> dict[str, Any]:
+    state = importlib.import_module("vllm.distributed.parallel_state")
+    backend = importlib.import_module("vllm.platforms").current_platform.dist_backend
+    for group in (*tp_groups, *pp_groups):
+        # torch sorts the ranks of a new group and vLLM indexes the list: another order gives wrong tokens silently.
+        assert group == sorted(group), f"ranks of a group must ascend: {group}"
+
+    def make(ranks: list[list[int]], name: str) -> Any:
+        return state.init_model_parallel_group(ranks, local_rank, backend, group_name=name)
+
+    alone = [[rank] for rank in range(dist.get_world_size())]
+    world = state.init_world_group(list(range(dist.get_world_size())), local_rank, backend)
+    groups = {"_WORLD": world, "_NODE_COUNT": state._node_count(world.cpu_group), "_TP": make(tp_groups, "tp")}
+    groups |= {"_PP": make(pp_groups, "pp"), "_DP": make(alone, "dp")}
+    groups |= {"_DCP": make(alone, "dcp"), "_PCP": make(alone, "pcp")}
+    if "_ETP" in vars(state):  # from 0.32 on
+        groups["_ETP"] = groups["_TP"]
+    return groups
+
+
+def install_groups(
+    tp_groups: list[list[int]], pp_groups: list[list[int]], *, run_name: str, local_rank: int, timeout_seconds: float
+) -> None:
+    """Give vLLM its process groups, over the default group that exists. Collective over all ranks.
+
+    A collective of these groups that waits longer than `timeout_seconds` is an error (vLLM's own wait half an hour).
+    """
+    state = vars(importlib.import_module("vllm.distributed.parallel_state"))
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(dist.get_world_size()))
+    # Different on every rank: vLLM then refuses its shared-memory transport, which spins for ever when a peer dies.
+    os.environ["VLLM_DIST_IDENT"] = f"{run_name}-r{rank}"
+    if _groups.default_group is not dist.group.WORLD:
+        _groups.default_group, _groups.by_layout = dist.group.WORLD, {}
+    layout = (len(tp_groups[0]), len(pp_groups[0]))
+    if layout not in _groups.by_layout:
+        _groups.by_layout[layout] = _make_groups(tp_groups, pp_groups, local_rank)
+    groups = _groups.by_layout[layout]
+    state.update(groups)
+    for coordinator in (groups[name] for name in ("_WORLD", "_TP", "_PP", "_DP", "_DCP", "_PCP")):
+        for group in {coordinator.cpu_group, coordinator.device_group}:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+
+
+class Engine:
+    """One rank of a vLLM engine in SPMD form. Make it on all ranks at once, after `install_groups`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        if missing := missing_names():
+            vllm = importlib.import_module("vllm")
+            raise ValueError(
+                f"vLLM {vllm.__version__} lacks {', '.join(missing)}; flowrl was written for {' and '.join(READ_IN)}"
+            )
+        _tame()
+        set_num_threads = torch.set_num_threads
+        with _random_state_kept():
+            self.llm: Any = importlib.import_module("vllm").LLM(**_arguments(spec))
+        torch.set_num_threads = set_num_threads
+        self.spec = spec
+        runner = self.llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        self.model: torch.nn.Module = runner.model
+        if spec.device == "cpu" and spec.pp > 1:
+            _give_intermediate_tensors(runner, getattr(torch, spec.dtype))
+
+    def limit_vocabulary(self, num_ids: int) -> None:
+        """Never sample an id >= `num_ids`: their logits become -inf, so they leave the log-softmax too.
+
+        The logits are whole on every tensor-parallel rank where this acts; only the last pipeline stage has them.
+        """
+
+        def mask(module: torch.nn.Module, arguments: Any, logits: torch.Tensor | None) -> None:
+            if logits is not None:
+                logits[..., num_ids:] = float("-inf")
+
+        for name, module in self.model.named_modules():
+            if name.rpartition(".")[2] == "logits_processor":
+                module.register_forward_hook(mask)
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
+        """One `CompletionOutput` per prompt, in order. Same arguments on all ranks of the engine."""
+        if not prompts:
+            return []
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self.llm.generate(inputs, list(params), use_tqdm=False)
+        return [output.outputs[0] for output in outputs]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget keys and values of earlier prompts: they belong to older weights."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM's prefix cache could not be reset: requests are still running")
+
+    def close(self) -> None:
+        """Free the engine; its groups stay for the next one."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.model
+        gc.collect()
+
+
+def _arguments(spec: EngineSpec) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "tensor_parallel_size": spec.tp,
+        "pipeline_parallel_size": spec.pp,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": spec.max_model_tokens,
+        "max_num_seqs": spec.max_batch_requests,
+        "max_num_batched_tokens": max(2048, spec.max_model_tokens),
+        "block_size": spec.block_tokens,
+        "num_gpu_blocks_override": spec.num_blocks,
+        "kv_cache_memory_bytes": spec.kv_cache_bytes,
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": spec.seed,
+    }
+    if spec.device == "cuda":
+        return arguments | {"enable_sleep_mode": True, "gpu_memory_utilization": spec.gpu_memory_fraction}
+    return arguments | {"enforce_eager": True}
+
+
+def _give_intermediate_tensors(runner: Any, dtype: torch.dtype) -> None:
+    """The CPU runner skips the warm-up in which later pipeline stages make the buffers they receive into."""
+    group = importlib.import_module("vllm.distributed.parallel_state").get_pp_group()
+    if not group.is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=dtype, device=torch.device("cpu")
+        )
+
+
+def sampling_params(
+    *, temperature: float, top_p: float, top_k: int, max_tokens: int, stop_token_ids: Sequence[int], seed: int
+) -> Any:
+    """vLLM's parameters of one request; every field that shapes the distribution is given, none is defaulted.
+
+    `ignore_eos` takes away vLLM's own end-of-sequence rule: the given stop set is the only one, and its members are
+    part of the returned ids.
+    """
+    return importlib.import_module("vllm").SamplingParams(
+        n=1,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        min_tokens=0,
+        max_tokens=max_tokens,
+        stop_token_ids=list(stop_token_ids),
+        ignore_eos=True,
+        seed=seed & (2**63 - 1),
+        logprobs=0,
+        detokenize=False,
+    )
