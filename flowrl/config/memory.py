@@ -11,8 +11,8 @@ from flowrl.config.resolve import BYTES, Shapes
 from flowrl.config.schema import ActorConfig, Config, CriticConfig, EngineConfig, ReferenceConfig
 from flowrl.config.units import pool_devices
 
-LOGIT_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once, in float32: the trainer computes log-probs in chunks."""
+LOGIT_CHUNK_ELEMENTS = 1 << 26
+"""Logits that exist at once, in float32: the trainer computes log-probs in chunks."""
 PROCESS_BYTES = 550 * 2**20
 """A worker process with all libraries imported, before it holds anything (measured on CPU)."""
 
@@ -109,5 +109,6 @@ def _activations(section: EngineConfig, shape: ModelShape, config: Config, *, ba
 
 
 def _logits(section: EngineConfig, shape: ModelShape, config: Config) -> int:
-    tokens = min(LOGIT_CHUNK_TOKENS, microbatch_tokens(section, config))
-    return 2 * tokens * -(-shape.vocab_size // section.layout.tp) * 4
+    whole = microbatch_tokens(section, config) * -(-shape.vocab_size // section.layout.tp)
+    # Twice: the logits and what is made of them in place of a copy.
+    return 2 * 4 * min(whole, LOGIT_CHUNK_ELEMENTS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flowrl.config.compose import to_yaml
 from flowrl.config.machine import Machine
-from flowrl.config.memory import PROCESS_BYTES, Memory, memory, microbatch_tokens
+from flowrl.config.memory import PROCESS_BYTES, Memory, memory
 from flowrl.config.resolve import Shapes
 from flowrl.config.schema import ActorConfig, Config, CriticConfig, TrainLayout
 from flowrl.config.units import OptimizerSteps, critic_warmup_steps, optimizer_steps, pool_devices
