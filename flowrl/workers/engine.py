@@ -1,0 +1,306 @@
+"""One Megatron-core model in one layout: forward and training passes over the rows of a call.
+
+Actor, critic and reference differ in their head and their loss only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (  # type: ignore[import-untyped]
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func  # type: ignore[import-untyped]
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # type: ignore[import-untyped]
+from megatron.core.transformer.module import Float16Module  # type: ignore[import-untyped]
+
+from flowrl.algorithms.masked import row_weights
+from flowrl.config.model_shape import ModelShape
+from flowrl.config.schema import EngineConfig, OptimConfig
+from flowrl.protocol import DataProto
+from flowrl.resharding.families import HEAD, HFTensor
+from flowrl.single_controller.dispatch import MeshPosition
+from flowrl.workers import cuda_on_cpu
+from flowrl.workers.groups import coordinates, data_parallel_size, process_groups
+from flowrl.workers.heads import CriticHead, PolicyHead, ValueHead
+from flowrl.workers.hf_weights import HFFolder
+from flowrl.workers.microbatch import MicroBatch, TokenColumns, fill, make_microbatch, plan_microbatches, token_rows
+from flowrl.workers.model import DTYPES, build_model, transformer_config
+from flowrl.workers.optimizer import Optimizer, StepResult
+from flowrl.workers.weights import ModelWeights, global_name
+
+TokenLoss = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(head outputs [k, T], columns [T] by name) -> (loss [T], per-token quantities [T] to report)."""
+
+Consumer = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
+
+
+@dataclass
+class TokenStats:
+    """Of one reported quantity over this replica's response tokens."""
+
+    total: float = 0.0
+    least: float = float("inf")
+    largest: float = float("-inf")
+
+
+@dataclass
+class TrainResult:
+    """One mini-batch. `loss` and `stats` are this replica's part (zero and empty on ranks without the last stage);
+    `share` is its part of the mini-batch's response tokens, so that shares of all replicas add up to 1. `step` is None
+    where the mini-batch has no response token at all."""
+
+    step: StepResult | None
+    num_tokens: int
+    share: float
+    loss: float = 0.0
+    stats: dict[str, TokenStats] = field(default_factory=dict)
+
+
+class Engine:
+    """A model over the whole default process group."""
+
+    def __init__(
+        self,
+        folder: str,
+        shape: ModelShape,
+        config: EngineConfig,
+        head: PolicyHead | CriticHead,
+        *,
+        device: torch.device,
+        seed: int,
+        optim: OptimConfig | None = None,
+        total_steps: int = 0,
+    ) -> None:
+        """Build the model and read its weights. Collective. Without `optim` the model is frozen.
+
+        Errors: `ValueError` where the layout does not fit the model or the world, or the folder does not fit the shape.
+        """
+        self._config = config
+        self._shape = shape
+        self._device = device
+        self._head = head
+        layout = config.layout
+        world_size = dist.get_world_size()
+        self.at = coordinates(dist.get_rank(), world_size, layout)
+        self.dp_size = data_parallel_size(world_size, layout)
+        self.is_last = self.at.pp == layout.pp - 1
+        self.folder = HFFolder(folder)
+        self.folder.check(shape, head=head.is_language_model)
+        with cuda_on_cpu.active():
+            self.groups = process_groups(layout)
+            self._build(seed)
+            self.weights.load(self.folder)
+            self._load_value_head()
+            self._model: Any = self._gpt
+            if self._settings.bf16:
+                self._model = Float16Module(self._settings, self._gpt)
+            self._optimizer = None if optim is None else self._trainable(optim, total_steps)
+            if optim is None:
+                self._gpt.requires_grad_(False)
+
+    def _build(self, seed: int) -> None:
+        self._settings = transformer_config(self._shape, self._config)
+        self._gpt = build_model(self._shape, self._settings, self.groups, head=self._head.is_language_model, seed=seed)
+        self.head = None
+        if self.is_last:
+            self.head = self._gpt.output_layer = self._head.build(self._gpt, self.groups)
+        self._gpt.to(device=self._device, dtype=DTYPES[self._config.dtype])
+        first_layer = self._gpt.decoder.layers[0].layer_number - 1
+        parameters = {
+            global_name(name, first_layer): parameter
+            for name, parameter in self._gpt.named_parameters()
+            if self._head.is_language_model or not name.startswith("output_layer.")
+        }
+        self.weights = ModelWeights(
+            self._shape, self._config.layout, self.at, self.groups.mp, parameters, head=self._head.is_language_model
+        )
+
+    @torch.no_grad()
+    def _load_value_head(self) -> None:
+        weight = None if self._head.is_language_model else self.folder.value_head()
+        if weight is not None and isinstance(self.head, ValueHead):
+            self.head.weight.copy_(weight)
+
+    def _trainable(self, optim: OptimConfig, total_steps: int) -> Optimizer:
+        distributed = self._config.distributed_optimizer
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        self._model = DistributedDataParallel(self._settings, ddp, self._model, pg_collection=self.groups)
+        self._settings.finalize_model_grads_func = _finalize_gradients
+        dtype = DTYPES[self._config.dtype]
+        return Optimizer(
+            self._model, self.groups, optim, dtype=dtype, distributed=distributed, total_steps=total_steps
+        )
+
+    @property
+    def position(self) -> MeshPosition:
+        """This rank in the mesh of replicas: the first tensor-parallel rank of the last stage answers."""
+        return MeshPosition(data_parallel_rank=self.at.dp, answers=self.is_last and self.at.tp == 0 and self.at.cp == 0)
+
+    @property
+    def hf_tensors(self) -> tuple[HFTensor, ...]:
+        """Tensors that an export of this model holds."""
+        tensors = self.folder.tensors(self._shape)
+        return tensors if self._head.is_language_model else tuple(t for t in tensors if t.name != HEAD)
+
+    def whole_value_head(self) -> torch.Tensor | None:
+        """Weight [1, h] of the value head on every rank; None for a language model. Collective."""
+        if self._head.is_language_model:
+            return None
+        weight = torch.empty(1, self._shape.hidden_size, dtype=DTYPES[self._config.dtype], device=self._device)
+        if isinstance(self.head, ValueHead):
+            weight.copy_(self.head.weight.detach())
+        # In the numbering of ranks, the last one is on the last stage.
+        dist.broadcast(weight, src=dist.get_world_size() - 1)
+        return weight
+
+    def named_gradients(self) -> dict[str, torch.Tensor]:
+        """Reduced gradients of the last mini-batch by global parameter name (whole only without the distributed
+        optimizer)."""
+        first_layer = self._gpt.decoder.layers[0].layer_number - 1
+        return {global_name(name, first_layer): p.main_grad for name, p in self._gpt.named_parameters()}
+
+    def forward(self, batch: DataProto) -> torch.Tensor | None:
+        """Head outputs [k, response tokens of all rows] float32 in row order; None on ranks without the last stage.
+
+        Collective: all ranks call it, those without rows too.
+        """
+        plan = self._microbatches(batch)
+        with cuda_on_cpu.active(), torch.no_grad():
+            outputs = self._run(plan, None) if plan else []
+        if not self.is_last:
+            return None
+        by_row: dict[int, torch.Tensor] = {}
+        for microbatch, output in zip(plan, outputs, strict=True):
+            if microbatch.rows:
+                by_row.update(zip(microbatch.rows, output.cpu().split(microbatch.lengths.tolist(), dim=1), strict=True))
+        if not by_row:
+            return torch.zeros(2, 0)
+        return torch.cat([by_row[row] for row in sorted(by_row)], dim=1)
+
+    def train(self, batch: DataProto, loss: TokenLoss, aggregation: str) -> TrainResult:
+        """One optimizer step on this replica's rows of a mini-batch. Collective.
+
+        `batch.meta` gives `num_tokens_global` and `num_rows_global` of the whole mini-batch (summed over replicas where
+        absent), and `max_response_tokens` where the aggregation is sum-norm.
+        """
+        assert self._optimizer is not None, "a frozen model does not train"
+        lengths = batch.lengths("response_ids")
+        num_tokens, num_rows = self._denominators(batch, lengths)
+        plan = self._microbatches(batch)
+        local = int(lengths.sum())
+        result = TrainResult(None, local, local / num_tokens if num_tokens else 1.0 / self.dp_size)
+        if num_tokens == 0:
+            return result
+        weights = row_weights(
+            lengths, aggregation, num_tokens=num_tokens, num_rows=num_rows, max_tokens=_response_limit(batch, aggregation)
+        )
+        with cuda_on_cpu.active():
+            self._optimizer.zero_grad()
+            reports = self._run(plan, partial(self._weighted_loss, batch, loss, weights))
+            result.step = self._optimizer.step()
+        _accumulate(result, reports)
+        return result
+
+    def _weighted_loss(
+        self, batch: DataProto, loss: TokenLoss, weights: torch.Tensor, microbatch: MicroBatch, outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, Any]:
+        if microbatch.num_tokens == 0:
+            return outputs.sum() * 0.0, None
+        token_loss, reported = loss(outputs, TokenColumns(batch, microbatch.rows, self._device))
+        if token_loss.shape != (microbatch.num_tokens,):
+            raise ValueError(
+                f"the loss returned shape {tuple(token_loss.shape)} for {microbatch.num_tokens} response tokens; it must "
+                "return one number per token and leave averaging to the engine"
+            )
+        weight = torch.repeat_interleave(weights[microbatch.rows], microbatch.lengths).to(self._device)
+        total = (token_loss * weight).sum()
+        return total, (total.detach(), {name: value.detach() for name, value in reported.items()})
+
+    def _denominators(self, batch: DataProto, lengths: torch.Tensor) -> tuple[int, int]:
+        if "num_tokens_global" in batch.meta and "num_rows_global" in batch.meta:
+            return int(batch.meta["num_tokens_global"]), int(batch.meta["num_rows_global"])
+        counts = torch.tensor([int(lengths.sum()), len(lengths)], dtype=torch.int64, device=self._device)
+        dist.all_reduce(counts, group=self.groups.dp)
+        return int(counts[0]), int(counts[1])
+
+    def _microbatches(self, batch: DataProto) -> list[MicroBatch]:
+        """This replica's micro-batches, as many as every other replica has. Rows without response take no part."""
+        budget = self._config.tokens_per_microbatch
+        lengths, prompts, responses = token_rows(batch, budget, self._shape.vocab_size)
+        answered = [row for row, response in enumerate(responses) if len(response)]
+        plan = [[answered[i] for i in part] for part in plan_microbatches([lengths[row] for row in answered], budget)]
+        count = torch.tensor(len(plan), device=self._device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.dp)
+        return [make_microbatch(part, prompts, responses, self._device) for part in fill(plan, int(count))]
+
+    def _run(self, microbatches: list[MicroBatch], consume: Consumer | None) -> list[Any]:
+        """Megatron-core's schedule over the micro-batches; what the last stage collected, in order.
+
+        Without `consume` only outputs are collected; with it, its loss is differentiated as it is.
+        """
+
+        def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            microbatch = next(iterator)
+            if self.head is not None:
+                self.head.select(microbatch.selection)
+            return model(microbatch.token_ids, None, None), partial(_collect, microbatch, consume)
+
+        pp = self.groups.pp
+        schedule = get_forward_backward_func(pp_size=pp.size(), vp_size=None)
+        collected: list[Any] = schedule(
+            forward_step_func=step,
+            data_iterator=iter(microbatches),
+            model=[self._model],
+            num_microbatches=len(microbatches),
+            seq_length=microbatches[0].token_ids.shape[1],
+            micro_batch_size=microbatches[0].token_ids.shape[0],
+            forward_only=consume is None,
+            collect_non_loss_data=consume is None,
+            pg_collection=self.groups,
+            p2p_communicator=P2PCommunicator(pp, self._settings) if pp.size() > 1 else None,
+        )
+        return collected
+
+
+def _collect(
+    microbatch: MicroBatch, consume: Consumer | None, output: torch.Tensor, non_loss_data: bool = False
+) -> Any:
+    if consume is None:
+        return output.detach()
+    loss, report = consume(microbatch, output)
+    # Megatron-core wants a token count with an undivided loss; `_finalize_gradients` ignores it.
+    return loss, torch.ones((), dtype=torch.int32, device=loss.device), report
+
+
+def _finalize_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+    """Sum gradients over replicas and tied copies. The loss is weighted already, so nothing is divided."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _response_limit(batch: DataProto, aggregation: str) -> int:
+    if aggregation != "sum-norm":
+        return 1
+    if "max_response_tokens" not in batch.meta:
+        raise ValueError("aggregation sum-norm divides by the response limit: give it as meta max_response_tokens")
+    return int(batch.meta["max_response_tokens"])
+
+
+def _accumulate(result: TrainResult, reports: list[Any]) -> None:
+    for report in reports:
+        if report is None:
+            continue
+        loss, reported = report
+        result.loss += float(loss)
+        for name, value in reported.items():
+            stats = result.stats.setdefault(name, TokenStats())
+            stats.total += float(value.sum())
+            stats.least = min(stats.least, float(value.min()))
+            stats.largest = max(stats.largest, float(value.max()))

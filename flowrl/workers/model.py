@@ -1,0 +1,123 @@
+"""A Megatron-core GPT model of a given shape on this rank's place in a layout, without weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core import parallel_state  # type: ignore[import-untyped]
+from megatron.core.models.gpt import GPTModel  # type: ignore[import-untyped]
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # type: ignore[import-untyped]
+from megatron.core.process_groups_config import ProcessGroupCollection  # type: ignore[import-untyped]
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # type: ignore[import-untyped]
+from megatron.core.transformer.transformer_config import TransformerConfig  # type: ignore[import-untyped]
+
+from flowrl.config.model_shape import ModelShape
+from flowrl.config.schema import EngineConfig
+from flowrl.resharding.families import padded_vocab_size
+from flowrl.workers.attention import CausalAttention, GroupedSelfAttention
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(shape: ModelShape, config: EngineConfig) -> TransformerConfig:
+    """Megatron-core's settings. Dropout is off whatever the model's config says: log-probs must repeat exactly."""
+    layout, dtype = config.layout, DTYPES[config.dtype]
+    recompute: dict[str, Any] = {}
+    if config.recompute:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_size,
+        layernorm_epsilon=shape.norm_eps,
+        normalization="RMSNorm",
+        qk_layernorm=shape.qk_norm,
+        add_qkv_bias=shape.qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers if layout.pp > 1 else None,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        # Every weight is read from the model folder, so none is drawn first.
+        perform_initialization=False,
+        # Losses come as weighted sums over the whole mini-batch: nothing may divide by replicas or micro-batches.
+        calculate_per_token_loss=True,
+        # Micro-batches differ in width. Megatron-core demands this dispatcher with it, for dense models too.
+        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        # The fused kernels of these live in apex and Transformer Engine, which flowrl does without.
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        bias_activation_fusion=torch.cuda.is_available(),
+        bias_dropout_fusion=torch.cuda.is_available(),
+        **recompute,
+    )
+
+
+def build_model(
+    shape: ModelShape, settings: TransformerConfig, groups: ProcessGroupCollection, *, head: bool, seed: int
+) -> GPTModel:
+    """The stage of the model that this rank holds, weights undefined. `head` is False for a critic, whose output layer
+    is replaced and must not be tied to the embedding.
+
+    Collective over the model's groups where embeddings are tied across stages.
+    """
+    parallel_state._set_global_memory_buffer()
+    model_parallel_cuda_manual_seed(
+        seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank(), force_reset_rng=True
+    )
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    spec.submodules.self_attention.module = GroupedSelfAttention
+    spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    scaling = shape.rope_scaling or {}
+    linear = scaling.get("rope_type") == "linear"
+    model = GPTModel(
+        settings,
+        spec,
+        vocab_size=padded_vocab_size(shape.vocab_size, settings.tensor_model_parallel_size),
+        max_sequence_length=shape.max_positions,
+        pre_process=groups.pp.rank() == 0,
+        post_process=groups.pp.rank() == groups.pp.size() - 1,
+        share_embeddings_and_output_weights=shape.tied and head,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        seq_len_interpolation_factor=float(scaling["factor"]) if linear else None,
+        pg_collection=groups,
+    )
+    if scaling.get("rope_type") == "llama3":
+        # Megatron-core's own llama3 scaling has the original context length 8192 built in.
+        model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, scaling, shape.max_positions)
+    return model
+
+
+def llama3_frequencies(frequencies: torch.Tensor, scaling: dict[str, Any], max_positions: int) -> torch.Tensor:
+    """Rotary frequencies [d / 2] stretched as Llama 3.1 does: long wavelengths by `factor`, short ones not, a smooth
+    passage between.
+
+    Errors: `ValueError` where the model's config lacks one of the settings.
+    """
+    missing = [key for key in ("factor", "low_freq_factor", "high_freq_factor") if key not in scaling]
+    if missing:
+        raise ValueError(f"llama3 RoPE scaling lacks {', '.join(missing)} in the model's config.json")
+    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    original = scaling.get("original_max_position_embeddings") or max_positions
+    turns = original * frequencies / (2 * math.pi)
+    passage = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    stretched: torch.Tensor = (1 - passage) * frequencies / factor + passage * frequencies
+    return stretched

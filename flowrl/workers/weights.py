@@ -1,0 +1,214 @@
+"""The weights of one role in Hugging Face terms: what this rank holds, filling it, and gathering whole tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from flowrl.config.model_shape import ModelShape
+from flowrl.config.schema import TrainLayout
+from flowrl.resharding.families import (
+    EMBEDDING,
+    HEAD,
+    Box,
+    HFTensor,
+    Parameter,
+    Piece,
+    box_size,
+    stage_layers,
+    stage_parameters,
+)
+from flowrl.workers.groups import Coordinates, rank_grid
+from flowrl.workers.hf_weights import HFFolder
+
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class HeldRegion:
+    """`tensor` is the view of this rank's parameter `parameter` (global name) that holds `box` of Hugging Face tensor
+    `name`; it has the box's shape. The same box may be held by several ranks, and twice by one (tied embeddings)."""
+
+    name: str
+    box: Box
+    parameter: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A piece of a Hugging Face tensor and the (pipeline, tensor-parallel) place that provides it."""
+
+    pp: int
+    tp: int
+    parameter: str
+    piece: Piece
+
+
+def global_name(local: str, first_layer: int) -> str:
+    """Parameter name with the layer numbered over the whole model."""
+    return LAYER.sub(lambda match: f"decoder.layers.{first_layer + int(match[1])}.", local)
+
+
+def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+class ModelWeights:
+    """Weights of a model on this rank.
+
+    `parameters` are the local Megatron parameters by global name; `at` is this rank's place in `layout`.
+    Errors: `ValueError` where Megatron's parameters and the family table disagree in a name or a shape.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: TrainLayout,
+        at: Coordinates,
+        model_parallel: dist.ProcessGroup,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        head: bool,
+    ) -> None:
+        self.shape = shape
+        self.layout = layout
+        self.at = at
+        self._group = model_parallel
+        self._parameters = dict(parameters)
+        self._head = head
+        self._table = self._stage(at.pp, at.tp)
+        expected = {parameter.name: parameter.shape for parameter in self._table}
+        actual = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        if expected != actual:
+            different = sorted(set(expected.items()) ^ set(actual.items()))
+            raise ValueError(f"the family table and Megatron-core disagree about {different[:6]}")
+
+    def _stage(self, pp: int, tp: int) -> tuple[Parameter, ...]:
+        layers = stage_layers(self.shape.num_layers, self.layout.pp, self.layout.first_stage_layers)[pp]
+        return stage_parameters(
+            self.shape,
+            tp=self.layout.tp,
+            tp_rank=tp,
+            layers=layers,
+            first=pp == 0,
+            last=pp == self.layout.pp - 1,
+            head=self._head,
+        )
+
+    @torch.no_grad()
+    def load(self, folder: HFFolder) -> None:
+        """Fill this rank's parameters with exactly the boxes they hold; padding of the vocabulary becomes 0."""
+        for parameter in self._table:
+            local = self._parameters[parameter.name]
+            local.zero_()
+            for piece in parameter.pieces:
+                _view(local, piece.target).copy_(folder.read(piece.tensor, piece.source))
+
+    def held_regions(self) -> list[HeldRegion]:
+        """Every box of a Hugging Face tensor that this rank holds, as a view of its parameter."""
+        return [
+            HeldRegion(piece.tensor, piece.source, parameter.name, _view(self._parameters[parameter.name].data, piece.target))
+            for parameter in self._table
+            for piece in parameter.pieces
+        ]
+
+    def _sources(self) -> dict[str, list[_Source]]:
+        """For each Hugging Face tensor, pieces that cover it exactly once over one replica of the model."""
+        sources: dict[str, list[_Source]] = {}
+        for pp in range(self.layout.pp):
+            for tp in range(self.layout.tp):
+                for parameter in self._stage(pp, tp):
+                    second_copy = self.shape.tied and parameter.name == "output_layer.weight"
+                    if second_copy or (parameter.replicated and tp > 0):
+                        continue
+                    for piece in parameter.pieces:
+                        sources.setdefault(piece.tensor, []).append(_Source(pp, tp, parameter.name, piece))
+        return sources
+
+    def gather(
+        self, tensors: tuple[HFTensor, ...], bucket_bytes: int, *, reader: int | None = None
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Whole tensors in buckets of about `bucket_bytes`, in the given order.
+
+        Collective over every replica of the model for itself. With `reader` (a global rank) only that rank gets values
+        and the ranks of other replicas have nothing to do; otherwise every rank gets them.
+        """
+        grid = rank_grid(dist.get_world_size(), self.layout)
+        place = {(pp, tp): int(grid[pp, self.at.dp, self.at.cp, tp]) for pp in range(grid.shape[0]) for tp in range(grid.shape[3])}
+        if reader is not None and reader not in place.values():
+            return
+        element = next(iter(self._parameters.values()))
+        sources = self._sources()
+        for bucket in _buckets(tensors, bucket_bytes, element.element_size()):
+            whole = self._gather_bucket(bucket, sources, place, reader)
+            if reader is None or reader == dist.get_rank():
+                yield [(tensor.name, whole[tensor.name]) for tensor in bucket]
+
+    @torch.no_grad()
+    def _gather_bucket(
+        self,
+        bucket: list[HFTensor],
+        sources: dict[str, list[_Source]],
+        place: dict[tuple[int, int], int],
+        reader: int | None,
+    ) -> dict[str, torch.Tensor]:
+        me = dist.get_rank()
+        element = next(iter(self._parameters.values()))
+        by_owner: dict[int, list[tuple[str, _Source]]] = {}
+        for tensor in bucket:
+            # A tied head that the folder spelled out is the embedding under a second name.
+            origin = EMBEDDING if tensor.name == HEAD and self.shape.tied else tensor.name
+            for source in sources[origin]:
+                by_owner.setdefault(place[source.pp, source.tp], []).append((tensor.name, source))
+        reads = reader is None or reader == me
+        whole = {t.name: torch.empty(t.shape, dtype=element.dtype, device=element.device) for t in bucket} if reads else {}
+        for owner, pieces in sorted(by_owner.items()):
+            if not reads and owner != me:
+                continue
+            if owner == me:
+                parts = [_view(self._parameters[s.parameter].data, s.piece.target).reshape(-1) for _, s in pieces]
+                packed = torch.cat(parts)
+            else:
+                numel = sum(_numel(source.piece.source) for _, source in pieces)
+                packed = torch.empty(numel, dtype=element.dtype, device=element.device)
+            self._transfer(packed, owner, reader)
+            offset = 0
+            for name, source in pieces if reads else []:
+                numel = _numel(source.piece.source)
+                part = packed[offset : offset + numel].view(box_size(source.piece.source))
+                _view(whole[name], source.piece.source).copy_(part)
+                offset += numel
+        return whole
+
+    def _transfer(self, packed: torch.Tensor, owner: int, reader: int | None) -> None:
+        me = dist.get_rank()
+        if reader is None:
+            dist.broadcast(packed, src=owner, group=self._group)
+        elif owner == me != reader:
+            dist.send(packed, dst=reader, group=self._group)
+        elif reader == me != owner:
+            dist.recv(packed, src=owner, group=self._group)
+
+
+def _numel(box: Box) -> int:
+    return int(torch.Size(box_size(box)).numel())
+
+
+def _buckets(tensors: tuple[HFTensor, ...], bucket_bytes: int, element_bytes: int) -> Iterator[list[HFTensor]]:
+    """Neighbouring tensors together until they exceed the limit; one that is larger stands alone."""
+    bucket: list[HFTensor] = []
+    size = 0
+    for tensor in tensors:
+        tensor_bytes = int(torch.Size(tensor.shape).numel()) * element_bytes
+        if bucket and size + tensor_bytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor_bytes
+    if bucket:
+        yield bucket
