@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
+from flowrl.config.machine import find_machine
 
 
 def process_environment(device: str, devices: int, *, cpus: int | None = None) -> dict[str, str]:
     """Variables for each of `devices` processes that share this machine; pass them to the processes' start.
 
-    `cpus` is the number of CPUs that the processes share; None asks the operating system for those this process may
-    use. Threads are cpus / devices, at least 1, so that n processes on a small machine do not oversubscribe it.
+    `cpus` is the number of CPUs that the processes share; None: those of this machine, or of its control group. Threads are cpus / devices, at least 1, so that n processes on a small machine do not oversubscribe it.
 
     Errors: `ValueError` for a device other than `cpu` or `cuda`.
     """
@@ -32,7 +31,7 @@ def process_environment(device: str, devices: int, *, cpus: int | None = None) -
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
     if cpus is None:
-        cpus = len(os.sched_getaffinity(0))
+        cpus = find_machine().cpus
     return variables | {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": str(max(1, cpus // devices)),

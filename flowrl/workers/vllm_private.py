@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import numpy
@@ -102,6 +102,7 @@ def _plain_linear(layer: Any, remove_weight: bool) -> None:
 
 def _tame() -> None:
     """Replace the functions of vLLM that would act on the whole process or hide the weights. Idempotent."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     for module in ("layers.utils", "layers.linear", "layers.vocab_parallel_embedding"):
         loaded = importlib.import_module(f"vllm.model_executor.{module}")
         if "dispatch_cpu_unquantized_gemm" in vars(loaded):
@@ -146,14 +147,14 @@ def _make_groups(tp_groups: list[list[int]], pp_groups: list[list[int]], local_r
 
 
 def install_groups(
-    tp_groups: list[list[int]], pp_groups: list[list[int]], *, run_name: str, local_rank: int, timeout_seconds: float
+    tp_groups: list[list[int]], pp_groups: list[list[int]], *, run_name: str, device: torch.device
 ) -> None:
     """Give vLLM its process groups, over the default group that exists. Collective over all ranks.
 
-    A collective of these groups that waits longer than `timeout_seconds` is an error (vLLM's own wait half an hour).
+    They wait no longer than the default group does; vLLM's own would wait half an hour.
     """
     state = vars(importlib.import_module("vllm.distributed.parallel_state"))
-    rank = dist.get_rank()
+    rank, local_rank = dist.get_rank(), device.index or 0
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(dist.get_world_size()))
     # Different on every rank: vLLM then refuses its shared-memory transport, which spins for ever when a peer dies.
     os.environ["VLLM_DIST_IDENT"] = f"{run_name}-r{rank}"
@@ -164,9 +165,12 @@ def install_groups(
         _groups.by_layout[layout] = _make_groups(tp_groups, pp_groups, local_rank)
     groups = _groups.by_layout[layout]
     state.update(groups)
+    default = dist.group.WORLD
+    assert default is not None
+    timeout = default._get_backend(device).options._timeout
     for coordinator in (groups[name] for name in ("_WORLD", "_TP", "_PP", "_DP", "_DCP", "_PCP")):
         for group in {coordinator.cpu_group, coordinator.device_group}:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class Engine:
@@ -211,6 +215,20 @@ class Engine:
         outputs = self.llm.generate(inputs, list(params), use_tqdm=False)
         return [output.outputs[0] for output in outputs]
 
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """vLLM's own loader of this model, for tensors of the Hugging Face folder."""
+        return self.model.load_weights(weights)  # type: ignore[operator]
+
+    def sleep(self) -> None:
+        """Drop weights and cache (level 2) on a GPU; vLLM's CPU build has no sleep."""
+        if self.spec.device == "cuda":
+            self.llm.sleep(level=2)
+
+    def wake(self, tags: list[str] | None) -> None:
+        """Take the memory of `tags` (`weights`, `kv_cache`; None: both) again."""
+        if self.spec.device == "cuda":
+            self.llm.wake_up(tags=tags)
+
     def reset_prefix_cache(self) -> None:
         """Forget keys and values of earlier prompts: they belong to older weights."""
         if not self.llm.reset_prefix_cache():
@@ -232,7 +250,9 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         "distributed_executor_backend": "external_launcher",
         "max_model_len": spec.max_model_tokens,
         "max_num_seqs": spec.max_batch_requests,
-        "max_num_batched_tokens": max(2048, spec.max_model_tokens),
+        "max_num_batched_tokens": max(
+            spec.max_model_tokens, min(8192, spec.max_batch_requests * spec.max_model_tokens)
+        ),
         "block_size": spec.block_tokens,
         "num_gpu_blocks_override": spec.num_blocks,
         "kv_cache_memory_bytes": spec.kv_cache_bytes,
