@@ -4,4 +4,14 @@ from flowrl.protocol.columns import Block, Column, LocalBlock, Ragged, Stored
 from flowrl.protocol.metric import Metric, merge_metrics
 from flowrl.protocol.table import DataProto, MissingColumnError
 
-__all__ = ["Block", "Column", "DataProto", "LocalBlock", "Metric", "MissingColumnError", "Ragged", "Stored", "merge_metrics"]
+__all__ = [
+    "Block",
+    "Column",
+    "DataProto",
+    "LocalBlock",
+    "Metric",
+    "MissingColumnError",
+    "Ragged",
+    "Stored",
+    "merge_metrics",
+]

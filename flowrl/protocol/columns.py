@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 Indices = Sequence[int] | torch.Tensor
@@ -159,6 +160,17 @@ class Stored:
 
     def __len__(self) -> int:
         return len(self.index)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # References travel with every call, so they are made small: a run of rows is two numbers.
+        first = int(self.index[0]) if len(self.index) else 0
+        rows = (first, len(self.index)) if is_run(self.index) else self.index.to(torch.int32).numpy()
+        return {"blocks": self.blocks, "rows": rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        rows = state["rows"]
+        index = torch.arange(rows[0], sum(rows)) if isinstance(rows, tuple) else torch.from_numpy(rows.astype(np.int64))
+        self.__dict__.update(blocks=state["blocks"], index=index)
 
     @property
     def starts(self) -> torch.Tensor:

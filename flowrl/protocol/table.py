@@ -160,9 +160,7 @@ class DataProto:
     def __repr__(self) -> str:
         if self._wait is not None:
             return "DataProto(pending)"
-        return (
-            f"DataProto({len(self)} rows, columns {list(self._columns)}, values {list(self._values)}, meta {self._meta})"
-        )
+        return f"DataProto({len(self)} rows, columns {list(self._columns)}, values {list(self._values)}, meta {self._meta})"
 
     # Adding and removing
 
@@ -245,7 +243,9 @@ class DataProto:
 
     # Rows. Metrics describe a call, not rows: tables with other rows than the call's have none.
 
-    def _take(self, index: torch.Tensor, row_ids: Sequence[str], metrics: Mapping[str, Metric] | None = None) -> DataProto:
+    def _take(
+        self, index: torch.Tensor, row_ids: Sequence[str], metrics: Mapping[str, Metric] | None = None
+    ) -> DataProto:
         picked = index.tolist()
         columns: dict[str, Column | Stored] = {
             n: c.select(index) if isinstance(c, Stored) else select_rows(c, index) for n, c in self._columns.items()

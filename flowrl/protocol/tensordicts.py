@@ -40,7 +40,7 @@ def from_tensordict(table: Any) -> DataProto:
         raise ValueError("a TensorDict needs a batch dimension [N] to become a batch of N rows")
     columns: dict[str, Column] = {}
     values: dict[str, Any] = {}
-    names = set(table.keys())
+    names = list(table.keys())
     for name in names:
         entry = table.get(name)
         if isinstance(entry, torch.Tensor):

@@ -1,0 +1,197 @@
+"""Calls under way: the driver waits for the one it needs and notices whatever fails first."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayError,
+    WorkerCrashedError,
+)
+
+from flowrl.single_controller.failures import WorkerError, death_cause, log_tail, oom_kills
+from flowrl.single_controller.process import Answer
+
+if TYPE_CHECKING:
+    from flowrl.single_controller.pool import ResourcePool
+
+_DEATH_GRACE_SECONDS = 1.0
+_POLL_SECONDS = 1.0
+_DEATHS = (ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One finished call as the driver's timeline shows it: times of the slowest rank, seconds since the epoch."""
+
+    phase: str | None
+    step: int | None
+    role: str
+    method: str
+    start: float
+    end: float
+
+
+@dataclass(eq=False)
+class Call:
+    """One method running on some ranks of a pool."""
+
+    pool: ResourcePool
+    role: str
+    method: str
+    phase: str | None
+    step: int | None
+    refs: dict[int, Any]
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        return len(self.answers) == len(self.refs)
+
+    def span(self) -> Span:
+        slowest = max(self.answers.values(), key=lambda answer: answer.end - answer.start)
+        return Span(self.phase, self.step, self.role, self.method, slowest.start, slowest.end)
+
+
+class Calls:
+    """All outstanding calls of a cluster's pools. A failure anywhere ends the wait for anything."""
+
+    def __init__(self) -> None:
+        self._outstanding: list[Call] = []
+        self._pools: list[ResourcePool] = []
+        self._spans: list[Span] = []
+        self._phase: tuple[str | None, int | None] = (None, None)
+        self._oom_kills = oom_kills()
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        before = self._phase
+        self._phase = (name, step)
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def watch(self, pool: ResourcePool) -> None:
+        self._pools.append(pool)
+
+    def forget(self, pool: ResourcePool) -> None:
+        self._pools = [other for other in self._pools if other is not pool]
+        self._outstanding = [call for call in self._outstanding if call.pool is not pool]
+
+    def submit(self, pool: ResourcePool, role: str, method: str, send: Callable[[], dict[int, Any]]) -> Call:
+        """``send`` starts the method and returns a reference by rank. Errors: an earlier failure, at once."""
+        self.poll()
+        pool.check_usable()
+        call = Call(pool, role, method, *self._phase, refs=send())
+        self._outstanding.append(call)
+        return call
+
+    def wait(self, call: Call) -> dict[int, Answer]:
+        """Answers by rank. Errors: WorkerError of the first rank of any outstanding call that died or raised."""
+        while not call.done:
+            call.pool.check_usable()
+            self._step(_POLL_SECONDS)
+        return call.answers
+
+    def wait_all(self) -> None:
+        """Until nothing is outstanding."""
+        for call in list(self._outstanding):
+            self.wait(call)
+        self.poll()
+
+    def poll(self) -> None:
+        """Take in what has finished or failed, without waiting."""
+        if self._outstanding or self._pools:
+            self._step(0)
+
+    def drain_spans(self) -> list[Span]:
+        self.poll()
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _step(self, timeout: float) -> None:
+        owners: dict[Any, tuple[ResourcePool, int, Call | None]] = {}
+        for pool in self._pools:
+            owners.update({ref: (pool, rank, None) for rank, ref in pool.watch_refs().items()})
+        for call in self._outstanding:
+            owners.update({ref: (call.pool, rank, call) for rank, ref in call.refs.items() if rank not in call.answers})
+        if not owners:
+            return
+        # A bounded wait, repeated: Python's signal handlers run between two of them.
+        ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout, fetch_local=False)
+        if ready:
+            ready, _ = ray.wait(list(owners), num_returns=len(owners), timeout=0, fetch_local=False)
+        for ref in ready:
+            self._take(ref, *owners[ref])
+
+    def _take(self, ref: Any, pool: ResourcePool, rank: int, call: Call | None) -> None:
+        try:
+            answer = ray.get(ref)
+        except _DEATHS as error:
+            self._died(pool, rank, call, error)
+        except RayError as error:
+            if call is None:
+                raise
+            self._raised(pool, rank, call, error)
+        if call is None:
+            return
+        call.answers[rank] = answer
+        if call.done:
+            self._outstanding.remove(call)
+            self._spans.append(call.span())
+
+    def _raised(self, pool: ResourcePool, rank: int, call: Call, error: RayError) -> None:
+        # When a peer dies, the survivors' collectives raise before the death is known here. Name the dead one.
+        deadline = time.monotonic() + _DEATH_GRACE_SECONDS
+        watched = pool.watch_refs()
+        while watched and time.monotonic() < deadline:
+            ready, _ = ray.wait(list(watched.values()), num_returns=1, timeout=0.1, fetch_local=False)
+            for other, ref in watched.items():
+                if ref in ready:
+                    self._take(ref, pool, other, None)
+        text = _readable(str(error))
+        cause = next((line for line in reversed(text.strip().splitlines()) if line.strip()), "unknown error")
+        self._fail(pool, rank, call, cause.strip(), text)
+
+    def _died(self, pool: ResourcePool, rank: int, call: Call | None, error: RayError) -> None:
+        if call is None:
+            running = [c for c in self._outstanding if c.pool is pool and rank in c.refs and rank not in c.answers]
+            call = running[0] if running else None
+        tail = log_tail(pool.process(rank).log)
+        # The kernel counts a kill a moment after the process is gone.
+        cause = death_cause(str(error), tail, oom_kills() - self._oom_kills)
+        self._fail(pool, rank, call, cause, "")
+
+    def _fail(self, pool: ResourcePool, rank: int, call: Call | None, cause: str, detail: str) -> None:
+        phase, step = (call.phase, call.step) if call else self._phase
+        error = WorkerError(
+            role=call.role if call else "+".join(pool.roles) or "process",
+            pool=pool.name,
+            process=pool.process(rank),
+            method=call.method if call else "none (between calls)",
+            phase=phase,
+            step=step,
+            cause=cause,
+            detail=detail,
+        )
+        for other in list(self._pools):
+            other.fail(error)
+        self._pools, self._outstanding = [], []
+        raise error
+
+
+def _readable(trace: str) -> str:
+    """Ray's traceback without colours and without lines of carets."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", trace)
+    return "\n".join(line for line in plain.splitlines() if line.strip(" ^~"))

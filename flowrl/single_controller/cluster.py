@@ -1,0 +1,200 @@
+"""Cluster: the Ray that a run works on, its own or one that it joins."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import shutil
+import socket
+import tempfile
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import ray
+from ray._private.state import available_resources_per_node  # read in ray 2.60; the public API has no per-node figures
+
+from flowrl.single_controller.calls import Calls, Span
+from flowrl.single_controller.placement import NodeResources
+
+if TYPE_CHECKING:
+    from flowrl.single_controller.pool import ResourcePool
+
+logger = logging.getLogger("flowrl")
+_CONNECT_SECONDS = 5
+_MIN_OBJECT_STORE_BYTES = 80_000_000
+_MAX_OBJECT_STORE_BYTES = 2 << 30
+_MAX_TEMP_PATH = 40
+
+
+class Cluster:
+    """Context manager: starts a local Ray or joins one, and leaves nothing behind.
+
+    A joined Ray stays up; only the processes of this run end. ``banner`` says which it is, with versions.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        num_cpus: int | None = None,
+        object_store_bytes: int | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        run_name: str = "run",
+    ) -> None:
+        """address: ``host:port`` or ``auto``; None takes RAY_ADDRESS if set and else starts a new local cluster.
+
+        num_cpus, object_store_bytes: of a new local cluster; None takes what this process may use, and a quarter of
+        free shared memory (at most 2 GiB). log_dir: folder for the logs of workers, made where they run.
+
+        Errors: ValueError when nothing answers at the address or versions differ.
+        """
+        self.run_name = run_name
+        self.log_dir = os.path.abspath(log_dir) if log_dir is not None else None
+        self.calls = Calls()
+        self._pools: dict[str, ResourcePool] = {}
+        self._temp_dir: str | None = None
+        self._owned = self._joined = False
+        address = address or os.environ.get("RAY_ADDRESS") or None
+        if ray.is_initialized():
+            where = f"joined {ray.get_runtime_context().gcs_address} (this process was connected)"
+        elif address is None or address == "local":
+            self._start_local(num_cpus or usable_cpus(), object_store_bytes or default_object_store_bytes())
+            where = "new local cluster"
+        else:
+            self._join(address)
+            where = f"joined {ray.get_runtime_context().gcs_address}"
+        self.num_cpus = sum(node.total.get("CPU", 0.0) for node in self.nodes())
+        self.banner = f"Ray: {where}, ray {ray.__version__}, Python {platform.python_version()}, {self.num_cpus:g} CPUs"
+        logger.info(self.banner)
+
+    def _start_local(self, num_cpus: int, object_store_bytes: int) -> None:
+        # Sockets lie in this folder and their paths are limited to 107 bytes.
+        base = tempfile.gettempdir()
+        self._temp_dir = tempfile.mkdtemp(prefix="flowrl-", dir=base if len(base) <= _MAX_TEMP_PATH else "/tmp")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        self._owned = True
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                object_store_memory=object_store_bytes,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=self._temp_dir,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, address: str) -> None:
+        if address.startswith("ray://"):
+            raise ValueError(
+                f"cluster.address={address}: Ray's client mode is not supported; run on a node of the cluster"
+            )
+        if address != "auto":
+            _check_reachable(address)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise ValueError(
+                f"no Ray cluster answers at {address} (cluster.address or RAY_ADDRESS): {error}"
+            ) from error
+        except RuntimeError as error:
+            if "Version mismatch" not in str(error):
+                raise
+            raise ValueError(f"cannot join Ray at {address}: {' '.join(str(error).split())}") from error
+        self._joined = True
+
+    # What it offers
+
+    def nodes(self) -> list[NodeResources]:
+        """Live nodes by address, with their total and free resources."""
+        free = available_resources_per_node()
+        nodes = [
+            NodeResources(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"]), dict(free.get(n["NodeID"], {})))
+            for n in ray.nodes()
+            if n["Alive"]
+        ]
+        return sorted(nodes, key=lambda node: (node.address, node.node_id))
+
+    def phase(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
+        """Names the calls made inside, for errors and the timeline."""
+        return self.calls.phase(name, step)
+
+    def spans(self) -> list[Span]:
+        """Calls that finished since the last time this was asked."""
+        return self.calls.drain_spans()
+
+    def wait(self) -> None:
+        """Until all outstanding calls of all pools are done. Errors: WorkerError."""
+        self.calls.wait_all()
+
+    def claim_pool_name(self, pool: ResourcePool, name: str) -> None:
+        """Errors: ValueError when a living pool has that name."""
+        if name in self._pools:
+            raise ValueError(f"there is a pool {name!r} already; living pools are {sorted(self._pools)}")
+        self._pools[name] = pool
+
+    def release_pool_name(self, pool: ResourcePool) -> None:
+        self._pools = {name: other for name, other in self._pools.items() if other is not pool}
+
+    # The end
+
+    def close(self, graceful: bool = True) -> None:
+        """End all pools; end Ray and remove its files if this run started it. Idempotent."""
+        for pool in list(self._pools.values()):
+            if graceful:
+                pool.shutdown()
+            else:
+                pool.kill()
+        if self._owned or self._joined:
+            ray.shutdown()
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        self._owned, self._joined, self._temp_dir = False, False, None
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(graceful=kind is None)
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use: its affinity, bounded by the control group's quota, at least 1."""
+    cpus = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cpus
+    return cpus if quota == "max" else max(1, min(cpus, math.floor(int(quota) / int(period))))
+
+
+def default_object_store_bytes() -> int:
+    """A quarter of free shared memory, between Ray's least (80 MB) and 2 GiB."""
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        free = 0
+    return max(_MIN_OBJECT_STORE_BYTES, min(_MAX_OBJECT_STORE_BYTES, free // 4))
+
+
+def _check_reachable(address: str) -> None:
+    # Ray itself retries a dead address for a minute.
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"cluster.address={address!r} is not host:port, auto or local")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            f"no Ray cluster answers at {address} (cluster.address or RAY_ADDRESS): {error}; "
+            f"unset it to start a local cluster"
+        ) from error

@@ -1,0 +1,112 @@
+"""WorkerError: the one error by which a failed process ends a run, and what can be known about its cause."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_LOG_LINES = 12
+_NODE_MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
+_CRASHES = {
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Floating-point exception": "SIGFPE",
+    "Floating point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Facts about one process of a pool, for messages."""
+
+    rank: int
+    node: str
+    pid: int
+    log: str | None
+
+
+class WorkerError(RuntimeError):
+    """A rank died or raised. The message ends with one line that names role, rank, node, pid, phase, step and cause."""
+
+    def __init__(
+        self,
+        *,
+        role: str,
+        pool: str,
+        process: ProcessInfo,
+        method: str,
+        phase: str | None,
+        step: int | None,
+        cause: str,
+        detail: str = "",
+    ) -> None:
+        self.role, self.pool, self.rank = role, pool, process.rank
+        self.node, self.pid, self.log = process.node, process.pid, process.log
+        self.method, self.phase, self.step, self.cause = method, phase, step, cause
+        where = phase or method
+        step_text = "" if step is None else f" (step {step})"
+        lines = [f"{role} rank {process.rank} of pool {pool} failed in {where}{step_text}: {cause}"]
+        if detail:
+            lines.append(detail.rstrip())
+        tail = log_tail(process.log)
+        if tail:
+            lines += [f"last lines of {process.log}:", *(f"  | {line}" for line in tail)]
+        lines.append(
+            f"role {role}, rank {process.rank}, node {process.node}, pid {process.pid}, phase {where}{step_text}, "
+            f"method {method}: {cause}; log {process.log or 'none (give the cluster a log_dir)'}"
+        )
+        super().__init__("\n".join(lines))
+
+
+def log_tail(path: str | None, lines: int = _LOG_LINES) -> list[str]:
+    """Last lines of a worker's log; none when it cannot be read here (another node without a shared folder)."""
+    if path is None:
+        return []
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line[:400] for line in text.splitlines() if line.strip()][-lines:]
+
+
+def oom_kills() -> int:
+    """How many processes the kernel killed for memory in this control group so far (0 where that is not told)."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", _NODE_MEMORY_EVENTS.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found.group(1)) if found else 0
+
+
+def death_cause(ray_message: str, tail: list[str], new_oom_kills: int) -> str:
+    """One line on why a process ended, from Ray's message, the end of its log and the kernel's count of kills.
+
+    Ray does not tell the signal. A crash leaves faulthandler's line in the log; a memory kill is told by Ray's monitor
+    or counted by the kernel; a connection that ends without either is what SIGKILL looks like.
+    """
+    memory = [line.strip() for line in ray_message.splitlines() if re.search(r"memory|oom", line, re.IGNORECASE)]
+    if "out of memory" in ray_message.lower() or "memory pressure" in ray_message.lower():
+        return f"killed by Ray's memory monitor: {' '.join(memory)[:600]}"
+    for line in reversed(tail):
+        if "Fatal Python error" in line:
+            signal = next((name for words, name in _CRASHES.items() if words in line), None)
+            return f"process crashed: {signal + ', ' if signal else ''}{line.strip()}"
+    if new_oom_kills > 0:
+        return (
+            f"killed by the kernel's out-of-memory killer (SIGKILL; {new_oom_kills} such kill(s) here since the start)"
+        )
+    if re.search(r"exit code -?\d+|exit_code", ray_message) and "connection error" not in ray_message:
+        found = re.search(r"(?:exit code|exit_code)[^\d-]*(-?\d+)", ray_message)
+        return f"process exited{' with code ' + found.group(1) if found else ''}"
+    if "INTENDED_USER_EXIT" in ray_message:
+        return "process left by itself (sys.exit or exit_actor in worker code)"
+    if "connection error" in ray_message or "End of file" in ray_message:
+        return "process died without a trace in its log: killed by SIGKILL (or it called os._exit)"
+    lines = [line.strip() for line in ray_message.splitlines() if line.strip()]
+    return f"process died: {' '.join(lines)[:400]}"

@@ -1,0 +1,235 @@
+"""ResourcePool: one process per device, reserved as a Ray placement group and joined by one process group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from flowrl.single_controller.failures import ProcessInfo, WorkerError
+from flowrl.single_controller.placement import bundle_for, shortfall
+from flowrl.single_controller.process import Answer, Process, ProcessSpec
+
+if TYPE_CHECKING:
+    from flowrl.single_controller.cluster import Cluster
+    from flowrl.single_controller.group import WorkerGroup
+
+logger = logging.getLogger("flowrl")
+_RemoteProcess: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})(Process)
+_MESSAGE_SECONDS = 30
+_SHUTDOWN_SECONDS = 10
+
+
+class ResourcePool:
+    """Devices of one kind, a process on each. Ranks go node by node; their order is the same after a restart."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        name: str = "main",
+        devices: int = 1,
+        device: str = "cpu",
+        env: Mapping[str, str] | None = None,
+        cpus_per_device: float | None = None,
+        placement_timeout_seconds: float = 300.0,
+        collective_timeout_seconds: float = 600.0,
+    ) -> None:
+        """Start the processes and their default process group (gloo on cpu, nccl on cuda).
+
+        env: environment of the processes. cpus_per_device: Ray CPUs that a process reserves; None divides all CPUs of
+        the cluster by ``devices``, so give it when several pools are to live side by side.
+
+        Errors: ValueError with the arithmetic when the devices can never fit, or not within the placement timeout.
+        """
+        if devices < 1 or device not in ("cpu", "cuda"):
+            raise ValueError(f"a pool needs at least 1 device of kind cpu or cuda, got {devices} of {device!r}")
+        cluster.claim_pool_name(self, name)
+        self.cluster, self.name, self.devices, self.device = cluster, name, devices, device
+        self.roles: dict[str, WorkerGroup] = {}
+        self._failure: WorkerError | None = None
+        self._closed = False
+        self._group: PlacementGroup | None = None
+        self._processes: list[Any] = []
+        self._infos: list[ProcessInfo] = []
+        self._watch: dict[int, Any] = {}
+        try:
+            self._start(dict(env or {}), cpus_per_device, placement_timeout_seconds, collective_timeout_seconds)
+        except BaseException:
+            self._kill()
+            raise
+
+    def _start(
+        self, env: dict[str, str], cpus: float | None, placement_timeout: float, collective_timeout: float
+    ) -> None:
+        nodes = self.cluster.nodes()
+        bundle = bundle_for(self.device, self.devices, nodes, cpus)
+        problem = shortfall(self.name, self.devices, bundle, nodes, free=False)
+        if problem:
+            raise ValueError(problem)
+        self._group = placement_group([bundle] * self.devices, strategy="PACK")
+        self._await_placement(bundle, placement_timeout)
+        places = self._places()
+        env_vars = _environment(self.device, bundle["CPU"], env)
+        for rank, (index, local_rank) in enumerate(places):
+            spec = ProcessSpec(
+                rank=rank,
+                world_size=self.devices,
+                local_rank=local_rank,
+                device=self.device,
+                pool_name=self.name,
+                run_name=self.cluster.run_name,
+                log_dir=self.cluster.log_dir,
+                collective_timeout_seconds=collective_timeout,
+            )
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0.0), "scheduling_strategy": strategy}
+            self._processes.append(_RemoteProcess.options(**options, runtime_env={"env_vars": env_vars}).remote(spec))
+            self._infos.append(ProcessInfo(rank, "unknown", 0, None))
+        self._watch = {
+            rank: process.watch.options(concurrency_group="control").remote()
+            for rank, process in enumerate(self._processes)
+        }
+        self.cluster.calls.watch(self)
+        self._rendezvous()
+
+    def _rendezvous(self) -> None:
+        for rank, answer in self._on_all("start").items():
+            self._infos[rank] = ProcessInfo(rank, *answer.value)
+        call = self.cluster.calls.submit(
+            self, "process", "open_store", lambda: {0: self._processes[0].open_store.remote()}
+        )
+        port = self.cluster.calls.wait(call)[0].value
+        one_node = len({info.node for info in self._infos}) == 1
+        self._on_all("join", "127.0.0.1" if one_node else self._infos[0].node, port)
+
+    def _on_all(self, method: str, *args: Any) -> dict[int, Answer]:
+        refs = {r: getattr(p, method).remote(*args) for r, p in enumerate(self._processes)}
+        return self.cluster.calls.wait(self.cluster.calls.submit(self, "process", method, lambda: refs))
+
+    def _await_placement(self, bundle: Mapping[str, float], timeout: float) -> None:
+        assert self._group is not None
+        start, told = time.monotonic(), 0
+        while not self._group.wait(1):
+            waited = time.monotonic() - start
+            problem = shortfall(self.name, self.devices, bundle, self.cluster.nodes(), free=True)
+            if waited >= timeout:
+                raise ValueError(
+                    f"{problem or 'the devices were not granted'}\n  waited {waited:.0f} s for pool {self.name!r}"
+                )
+            if waited // _MESSAGE_SECONDS > told:
+                told = int(waited // _MESSAGE_SECONDS)
+                logger.warning("waiting for devices, %.0f of %.0f s\n%s", waited, timeout, problem or "")
+
+    def _places(self) -> list[tuple[int, int]]:
+        """(bundle index, local rank) by rank: nodes by address, bundles of a node by index."""
+        assert self._group is not None
+        address = {node.node_id: node.address for node in self.cluster.nodes()}
+        node_of = placement_group_table(self._group)["bundles_to_node_id"]
+        places: list[tuple[int, int]] = []
+        seen: dict[str, int] = {}
+        for index in sorted(node_of, key=lambda i: (address[node_of[i]], node_of[i], i)):
+            places.append((index, seen.get(node_of[index], 0)))
+            seen[node_of[index]] = places[-1][1] + 1
+        return places
+
+    # For worker groups and the waiting driver
+
+    @property
+    def key(self) -> int:
+        return id(self)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a process of the cluster failed since this pool started; such a pool is gone."""
+        return self._failure is not None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [info.pid for info in self._infos]
+
+    def process(self, rank: int) -> ProcessInfo:
+        return self._infos[rank]
+
+    def actor(self, rank: int) -> Any:
+        """Ray's handle of a process."""
+        return self._processes[rank]
+
+    def watch_refs(self) -> dict[int, Any]:
+        """By rank, a reference that becomes ready when the process dies."""
+        return self._watch
+
+    def check_usable(self) -> None:
+        """Errors: the WorkerError that ended the pool; ValueError after shutdown."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise ValueError(f"pool {self.name!r} is shut down")
+
+    def fail(self, error: WorkerError) -> None:
+        """Note why the pool ended and kill what is left of it, without waiting."""
+        self._failure = error
+        self._kill()
+
+    def dump_stacks(self) -> None:
+        """Write the stacks of all processes to their logs, also while they hang."""
+        refs = [p.dump_stacks.options(concurrency_group="control").remote() for p in self._processes]
+        ray.wait(refs, num_returns=self.devices, timeout=5)
+
+    def shutdown(self) -> None:
+        """Close the roles in good order (bounded), then end the processes. Idempotent."""
+        if self._closed:
+            return
+        self.cluster.calls.forget(self)
+        if self._failure is None:
+            ray.wait(
+                [p.shut_down.remote() for p in self._processes], num_returns=self.devices, timeout=_SHUTDOWN_SECONDS
+            )
+        self._kill()
+
+    def kill(self) -> None:
+        """End the processes at once. Idempotent."""
+        if not self._closed:
+            self.cluster.calls.forget(self)
+            self._kill()
+
+    def _kill(self) -> None:
+        self._closed = True
+        self.cluster.release_pool_name(self)
+        for process in self._processes:
+            ray.kill(process, no_restart=True)
+        self._watch = {}
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def __enter__(self) -> ResourcePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.shutdown()
+        else:
+            self.kill()
+
+
+def _environment(device: str, cpus: float, env: Mapping[str, str]) -> dict[str, str]:
+    # The driver's import path, so that classes that it pickles by name are found.
+    paths = [os.path.abspath(path) for path in sys.path if not path.endswith(".zip")]
+    variables = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": str(max(1, int(cpus)))}
+    if device == "cuda":
+        # Every process sees all GPUs of its node and selects its own: peer-to-peer set-up needs to see the others.
+        variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // 8))
+    return {**variables, **env}

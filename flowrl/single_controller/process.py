@@ -1,0 +1,236 @@
+"""The process behind one device: it hosts the roles of a pool and runs their methods on one thread."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import ray
+
+_CONNECT_SECONDS = 60
+_on_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What a process is told when it starts."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: str
+    pool_name: str
+    run_name: str
+    log_dir: str | None
+    collective_timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class RoleArgument:
+    """Stands for a worker group given as an argument; becomes the role object of this process."""
+
+    pool_key: int
+    role: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """One method call. ``answer``: whether the driver wants this rank's result."""
+
+    role: str
+    method: str
+    result: str
+    answer: bool
+    same_rows: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank returns; times in seconds since the epoch."""
+
+    value: Any
+    start: float
+    end: float
+
+
+class Process:
+    """Ray actor with a concurrency group ``control``.
+
+    Calls of the default group run in order on one thread of the actor; the control group stays free.
+    """
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._log = _redirect_output(spec)
+        self._thread: int | None = None
+        self._closing = threading.Event()
+        self._spec = spec
+        self._roles: dict[str, Any] = {}
+        self._store: Any = None
+        self._device = spec.device
+
+    def start(self) -> Answer:
+        """(node address, pid, log path) once the libraries are imported and the device is chosen."""
+        start = time.time()
+        # Ray runs __init__ on another thread than the calls; from here on there is one.
+        self._thread = threading.get_ident()
+        _on_thread.marked = True
+        import torch
+
+        if self._spec.device == "cuda":
+            index = int(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+            torch.cuda.set_device(index)
+            os.environ["LOCAL_RANK"] = str(index)
+            self._device = f"cuda:{index}"
+        else:
+            os.environ["LOCAL_RANK"] = str(self._spec.local_rank)
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(self._spec.rank), str(self._spec.world_size)
+        facts = (ray.util.get_node_ip_address(), os.getpid(), self._log.name if self._log else None)
+        return Answer(facts, start, time.time())
+
+    def open_store(self) -> Answer:
+        """Rank 0: bind a store to a port that the system picks and return it, so no one can take it in between."""
+        import torch.distributed as dist
+
+        start = time.time()
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            "0.0.0.0", 0, self._spec.world_size, True, self._timeout(_CONNECT_SECONDS), wait_for_workers=False
+        )
+        return Answer(int(self._store.port), start, time.time())
+
+    def join(self, host: str, port: int) -> Answer:
+        """Initialise the pool's default process group over the published store."""
+        import torch
+        import torch.distributed as dist
+
+        start, spec = time.time(), self._spec
+        if self._store is None:
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, port, spec.world_size, False, self._timeout(_CONNECT_SECONDS)
+            )
+        timeout = self._timeout(spec.collective_timeout_seconds)
+        self._store.set_timeout(timeout)
+        device = torch.device(self._device)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=self._store,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        return Answer(None, start, time.time())
+
+    def construct(self, role: str, worker: type[Any], arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Answer:
+        """Make a role; the answer is its position in every mesh."""
+        import torch
+
+        from flowrl.single_controller.worker import Place, construct
+
+        self._check_thread()
+        spec = self._spec
+        place = Place(
+            rank=spec.rank,
+            world_size=spec.world_size,
+            local_rank=spec.local_rank,
+            device=torch.device(self._device),
+            pool_name=spec.pool_name,
+            run_name=spec.run_name,
+            log_dir=Path(spec.log_dir) if spec.log_dir else None,
+        )
+        args, kwargs = self._roles_in(arguments)
+        start = time.time()
+        self._roles[role] = construct(worker, place, *args, **kwargs)
+        return Answer(self._roles[role].meshes(), start, time.time())
+
+    def call(self, command: Command, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Answer:
+        """Run one method of one role."""
+        self._check_thread()
+        args, kwargs = self._roles_in(arguments)
+        role = self._roles[command.role]
+        method = getattr(role, command.method)
+        start = time.time()
+        value = method(*args, **kwargs)
+        if command.result == "batch":
+            value = _checked_batch(f"{type(role).__name__}.{command.method}", command, value, [*args, *kwargs.values()])
+        return Answer(value if command.answer and command.result != "nothing" else None, start, time.time())
+
+    def drop(self, role: str) -> Answer:
+        """Close a role and let it go."""
+        self._check_thread()
+        start = time.time()
+        self._roles.pop(role).close()
+        gc.collect()
+        return Answer(None, start, time.time())
+
+    def shut_down(self) -> None:
+        """Close all roles, last made first, and leave the process group."""
+        import torch.distributed as dist
+
+        for role in reversed(list(self._roles)):
+            self.drop(role)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._closing.set()
+
+    def watch(self) -> None:
+        """Returns when the process is shut down; fails as soon as it dies. The driver's liveness signal."""
+        self._closing.wait()
+
+    def dump_stacks(self) -> None:
+        """Write the stacks of all threads to the log, also while a call runs."""
+        faulthandler.dump_traceback(file=self._log or sys.__stderr__ or sys.stderr)
+
+    def _check_thread(self) -> None:
+        # Both: Python's thread-local values vanish when Ray makes the interpreter's state anew for every call.
+        assert threading.get_ident() == self._thread and _on_thread.marked, "a call left the process's one thread"
+
+    def _roles_in(self, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
+        args, kwargs = arguments
+        return [self._role(a) for a in args], {name: self._role(a) for name, a in kwargs.items()}
+
+    def _role(self, argument: Any) -> Any:
+        return self._roles[argument.role] if isinstance(argument, RoleArgument) else argument
+
+    def _timeout(self, seconds: float) -> datetime.timedelta:
+        return datetime.timedelta(seconds=seconds)
+
+
+def _redirect_output(spec: ProcessSpec) -> TextIO | None:
+    """Send everything that this process writes, C++ libraries included, to its own log file."""
+    if spec.log_dir is None:
+        faulthandler.enable()
+        return None
+    os.makedirs(spec.log_dir, exist_ok=True)
+    log = open(os.path.join(spec.log_dir, f"{spec.pool_name}-rank{spec.rank}.log"), "a", buffering=1)  # noqa: SIM115
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    faulthandler.enable(file=log)
+    return log
+
+
+def _checked_batch(where: str, command: Command, value: Any, arguments: list[Any]) -> Any:
+    """The answer with its columns put into the object store. Errors: no DataProto, or other rows than were given."""
+    from flowrl.protocol import DataProto
+    from flowrl.single_controller.blocks import store_columns
+
+    if not isinstance(value, DataProto):
+        raise ValueError(f"{where} is annotated -> DataProto but returned {type(value).__name__}")
+    if command.same_rows:
+        given = next(a for a in arguments if isinstance(a, DataProto))
+        if value.row_ids != given.row_ids:
+            raise ValueError(
+                f"{where} must return the rows it was given, in their order: expected {len(given)} rows "
+                f"{list(given.row_ids[:3])}..., received {len(value)} rows {list(value.row_ids[:3])}... "
+                f"(build the result with DataProto(..., row_ids=batch.row_ids))"
+            )
+    return store_columns(value) if command.answer else None

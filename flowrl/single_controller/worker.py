@@ -1,0 +1,147 @@
+"""Worker: the base class of roles, and ``register``, which says how a method is dispatched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from flowrl.protocol import DataProto
+from flowrl.single_controller.dispatch import Broadcast, Dispatch, MeshPosition, SplitOver
+
+F = TypeVar("F", bound=Callable[..., Any])
+W = TypeVar("W", bound="Worker")
+Result = Literal["batch", "nothing", "value"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a role lives. The default is a role made directly, outside a pool: alone on the CPU."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    pool_name: str = "none"
+    run_name: str = "run"
+    log_dir: Path | None = None
+
+
+class Worker:
+    """A role: one object per process of a pool. Subclass it, decorate the methods that drivers call with ``register``.
+
+    ``rank``, ``world_size``, ``device``, ... are there already inside ``__init__``, and torch.distributed's default
+    group of the pool is initialised by then. All methods of all roles of a pool run on one thread of their process.
+    """
+
+    _place = Place()
+
+    @property
+    def rank(self) -> int:
+        return self._place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._place.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process among the pool's processes on its node."""
+        return self._place.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        return self._place.device
+
+    @property
+    def pool_name(self) -> str:
+        return self._place.pool_name
+
+    @property
+    def run_name(self) -> str:
+        return self._place.run_name
+
+    @property
+    def log_dir(self) -> Path | None:
+        return self._place.log_dir
+
+    def meshes(self) -> dict[str, MeshPosition]:
+        """This rank's position in every mesh that ``split_over`` names; asked once, after ``__init__``."""
+        return {"world": MeshPosition(data_parallel_rank=self.rank, answers=True)}
+
+    def close(self) -> None:
+        """Hook: called in every process when the role is closed or the pool is shut down in good order."""
+
+
+def construct(worker: type[W], place: Place, *args: Any, **kwargs: Any) -> W:
+    """Make a role that knows its place before ``__init__`` runs."""
+    role = worker.__new__(worker)
+    role._place = place
+    role.__init__(*args, **kwargs)  # type: ignore[misc]
+    return role
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What ``register`` noted about a method."""
+
+    dispatch: Dispatch
+    result: Result
+
+
+_MARK = "__flowrl_registered__"
+
+
+def register(*, dispatch: Dispatch) -> Callable[[F], F]:
+    """Make a method callable from drivers and say how: ``broadcast``, ``split_over("mesh")`` or ``rank_zero``.
+
+    The return annotation decides how a driver sees the call: ``-> DataProto`` is a pending batch, ``-> None`` runs on
+    its own and its errors surface at the next read, anything else is waited for and returned.
+
+    Errors: ValueError for a method without return annotation, or one that cannot be dispatched that way.
+    """
+
+    def mark(method: F) -> F:
+        name = method.__qualname__
+        result = _result_of(name, method.__annotations__)
+        if isinstance(dispatch, SplitOver) and result == "value":
+            raise ValueError(f"{name} is split over {dispatch.mesh!r}, so it must be annotated -> DataProto or -> None")
+        if dispatch == Broadcast("all") and result == "batch":
+            raise ValueError(f"{name} returns a DataProto, which broadcast(answers='all') cannot join; use split_over")
+        method.__dict__[_MARK] = Registered(dispatch, result)
+        return method
+
+    return mark
+
+
+def _result_of(name: str, annotations: dict[str, Any]) -> Result:
+    if "return" not in annotations:
+        raise ValueError(f"registered method {name} needs a return annotation: -> DataProto, -> None or a value's type")
+    answer = annotations["return"]
+    # With postponed evaluation annotations are text, and their names need not be importable here.
+    if answer is DataProto or (isinstance(answer, str) and answer.rpartition(".")[2] == "DataProto"):
+        return "batch"
+    return "nothing" if answer is None or answer == "None" else "value"
+
+
+def registered(worker: type[Worker], method: str) -> Registered:
+    """Errors: AttributeError saying what is callable when the method does not exist or is not registered."""
+    for parent in worker.__mro__:
+        if method in vars(parent):
+            mark = vars(vars(parent)[method]).get(_MARK) if callable(vars(parent)[method]) else None
+            if isinstance(mark, Registered):
+                return mark
+            raise AttributeError(
+                f"{parent.__name__}.{method} is not registered, so a driver cannot call it: decorate it with "
+                f"@register(dispatch=...); callable are {registered_names(worker)}"
+            )
+    raise AttributeError(f"{worker.__name__} has no method {method!r}; callable are {registered_names(worker)}")
+
+
+def registered_names(worker: type[Worker]) -> list[str]:
+    """Names of all methods that drivers may call."""
+    names = {n for parent in worker.__mro__ for n, m in vars(parent).items() if callable(m) and _MARK in vars(m)}
+    return sorted(names)

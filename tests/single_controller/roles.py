@@ -1,0 +1,103 @@
+"""Workers that the controller's tests dispatch to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from flowrl.protocol import DataProto, Metric, Ragged
+from flowrl.single_controller import MeshPosition, Worker, broadcast, rank_zero, register, split_over
+
+
+class Echo(Worker):
+    """Answers with what identifies rows and ranks. `tensor_parallel` ranks share a slice; the last of them answers."""
+
+    def __init__(self, tensor_parallel: int = 1) -> None:
+        self.tensor_parallel = tensor_parallel
+        self.seen_in_init = (self.rank, self.world_size, self.pool_name)
+        self.thread = threading.get_ident()
+
+    def meshes(self) -> dict[str, MeshPosition]:
+        tp = self.tensor_parallel
+        return {"train": MeshPosition(self.rank // tp, answers=self.rank % tp == tp - 1)}
+
+    @register(dispatch=split_over("train"))
+    def double(self, batch: DataProto) -> DataProto:
+        return self._double(batch)
+
+    @register(dispatch=split_over("train", balance="x"))
+    def double_balanced(self, batch: DataProto) -> DataProto:
+        return self._double(batch)
+
+    def _double(self, batch: DataProto) -> DataProto:
+        x = batch["x"]
+        assert isinstance(x, Ragged)
+        return DataProto(
+            {"doubled": Ragged(x.values * 2, x.offsets), "rank": torch.full((len(batch),), self.rank)},
+            values={"name": [f"{tag}!" for tag in batch.values["tag"]]},
+            metrics={"tokens": Metric.sum(len(x.values)), "mean": Metric.mean(float(x.values.sum()), len(x.values))},
+            row_ids=batch.row_ids,
+        )
+
+    @register(dispatch=broadcast(answers="all"))
+    def facts(self) -> tuple[int, int, str]:
+        return self.seen_in_init
+
+    @register(dispatch=broadcast)
+    def world_sum(self, x: float) -> float:
+        total = torch.tensor(x + self.rank)
+        dist.all_reduce(total)
+        return float(total)
+
+    @register(dispatch=rank_zero)
+    def apply(self, function: Callable[[int], int], x: int) -> int:
+        return function(x)
+
+    @register(dispatch=broadcast(answers="all"))
+    def same_thread(self) -> bool:
+        return threading.get_ident() == self.thread
+
+    @register(dispatch=broadcast(answers="all"))
+    def calls_other(self, other: Echo) -> tuple[int, int, str]:
+        return other.seen_in_init
+
+    @register(dispatch=broadcast)
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def not_registered(self) -> int:
+        return 1
+
+
+class Faulty(Worker):
+    """Fails in the way it is asked to."""
+
+    @register(dispatch=split_over("world"))
+    def reads(self, batch: DataProto) -> DataProto:
+        return DataProto({"y": batch["advantages"]}, row_ids=batch.row_ids)
+
+    @register(dispatch=split_over("world"))
+    def returns_none(self, batch: DataProto) -> DataProto:
+        return None  # type: ignore[return-value]
+
+    @register(dispatch=split_over("world"))
+    def loses_a_row(self, batch: DataProto) -> DataProto:
+        return batch.select("x").rows(range(len(batch) - 1))
+
+    @register(dispatch=broadcast)
+    def killed_in_collective(self, rank: int) -> None:
+        if self.rank == rank:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    @register(dispatch=broadcast)
+    def crash(self, signum: int) -> None:
+        os.kill(os.getpid(), signum)
+        time.sleep(60)
