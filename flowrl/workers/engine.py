@@ -161,12 +161,6 @@ class Engine:
         dist.broadcast(weight, src=dist.get_world_size() - 1)
         return weight
 
-    def named_gradients(self) -> dict[str, torch.Tensor]:
-        """Reduced gradients of the last mini-batch by global parameter name (whole only without the distributed
-        optimizer)."""
-        first_layer = self._gpt.decoder.layers[0].layer_number - 1
-        return {global_name(name, first_layer): p.main_grad for name, p in self._gpt.named_parameters()}
-
     def forward(self, batch: DataProto) -> torch.Tensor | None:
         """Head outputs [k, response tokens of all rows] float32 in row order; None on ranks without the last stage.
 

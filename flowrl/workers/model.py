@@ -78,7 +78,9 @@ def build_model(
 
     Collective over the model's groups where embeddings are tied across stages.
     """
-    parallel_state._set_global_memory_buffer()
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        # The one piece of global state that the layers use; the rest stays uninitialised.
+        parallel_state._set_global_memory_buffer()
     model_parallel_cuda_manual_seed(
         seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank(), force_reset_rng=True
     )

@@ -1,0 +1,66 @@
+"""Groups of gloo processes for tests: forked from one server that has imported torch and Megatron-core already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["flowrl.workers.actor", "flowrl.workers.critic", "flowrl.workers.reference", "scenarios"])
+
+TIMEOUT_SECONDS = 120.0
+
+
+def _main(rank: int, world_size: int, store: str, work: bytes, out: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    try:
+        function, args = pickle.loads(work)
+        # By value: tensors sent as such would be files that vanish with this process.
+        out.send_bytes(pickle.dumps((True, function(*args))))
+    except BaseException:  # noqa: B036 - handed to the test, whatever it is
+        out.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        raise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Results of `function(*args)` by rank. The first rank that fails fails the test with its traceback."""
+    work = pickle.dumps((function, args))
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            context.Process(target=_main, args=(rank, world_size, f"{folder}/store", work, pipe[1]), daemon=True)
+            for rank, pipe in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        results: dict[int, Any] = {}
+        try:
+            while len(results) < world_size:
+                pending = {pipe[0]: rank for rank, pipe in enumerate(pipes) if rank not in results}
+                ready = wait(list(pending), timeout=TIMEOUT_SECONDS)
+                assert ready, f"ranks {sorted(pending.values())} said nothing for {TIMEOUT_SECONDS} s"
+                for pipe in ready:
+                    good, value = pickle.loads(pipe.recv_bytes())
+                    assert good, f"rank {pending[pipe]}:\n{value}"
+                    results[pending[pipe]] = value
+            for process in processes:
+                process.join(20)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.terminate()
+        return [results[rank] for rank in range(world_size)]
