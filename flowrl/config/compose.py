@@ -15,13 +15,27 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from flowrl.config.machine import Machine, find_machine
 from flowrl.config.model_shape import ModelShape, shape_of
 from flowrl.config.resolve import Shapes, resolve
 from flowrl.config.rules import Facts, problems
 from flowrl.config.schema import AUTO, VARIANTS, Config
-from flowrl.config.tree import ConfigError, Knob, build, checked, flatten, knobs, nearest, nested, sections, show, table
+from flowrl.config.tree import (
+    ConfigError,
+    Knob,
+    build,
+    checked,
+    flatten,
+    knobs,
+    nearest,
+    nested,
+    refusal,
+    sections,
+    show,
+    table,
+)
 
 __all__ = ["Composed", "ConfigError", "Recipe", "compose", "compose_all", "from_yaml", "to_tree", "to_yaml"]
 
@@ -147,6 +161,8 @@ def _check_keys(
             wrong.append(f"{text}: packages (@) have no meaning here")
         elif override.is_sweep_override():
             wrong.append(f"{text}: one run takes one value; a list is written {key}=[a,b], text with commas {key}=\"'a,b'\"")
+        elif key in known and isinstance(override.value(), dict):
+            wrong.append(refusal(known[key], override.value()))
         elif key in sections(Config):
             value = override.value()
             if not isinstance(value, dict):
@@ -257,7 +273,7 @@ def from_yaml(text: str, *, recipe: Recipe | None = None) -> Config:
     groups = (recipe or Recipe()).variants()
     try:
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (OmegaConfBaseException, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
         raise ConfigError(f"not a configuration: {_one_line(error)}") from None
     if not isinstance(raw, dict):
         raise ConfigError("not a configuration: no mapping of sections")

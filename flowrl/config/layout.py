@@ -21,6 +21,12 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
+def nearest_divisors(number: int, value: int) -> list[int]:
+    """The divisors of `number` next to `value`, below and above where there are such."""
+    below, above = ([d for d in divisors(number) if keep(d)] for keep in (value.__ge__, value.__le__))
+    return sorted({*below[-1:], *above[:1]})
+
+
 def nearest_multiples(value: int, unit: int) -> list[int]:
     """The multiples of `unit` next to `value`, at least `unit` itself."""
     below = value // unit * unit

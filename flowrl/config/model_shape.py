@@ -47,9 +47,9 @@ class ModelShape:
 
 BUILTIN = {
     "builtin:tiny": ModelShape(
-        architecture="LlamaForCausalLM", num_layers=2, hidden_size=64, ffn_size=128, heads=4, kv_heads=2, head_dim=32,
-        vocab_size=64, tied=True, norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None, max_positions=256, qkv_bias=False,
-        qk_norm=False, sliding_window=None, eos_token_ids=(),
+        architecture="LlamaForCausalLM", num_layers=2, hidden_size=64, ffn_size=192, heads=4, kv_heads=2, head_dim=32,
+        vocab_size=50, tied=False, norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None, max_positions=128, qkv_bias=False,
+        qk_norm=False, sliding_window=None, eos_token_ids=(1,),
     ),
 }  # fmt: skip
 """Shapes of the built-in models, which need not exist yet when a configuration is checked."""

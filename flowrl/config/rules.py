@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config.effect import without_effect
-from flowrl.config.layout import nearest_multiples, words
+from flowrl.config.layout import nearest_divisors, nearest_multiples, words
 from flowrl.config.layout_rules import layout_problems
 from flowrl.config.machine import Machine
 from flowrl.config.resolve import BUILTIN_DATA, Shapes, kv_bytes_per_sequence
@@ -107,8 +107,7 @@ def _batches(config: Config, facts: Facts) -> Iterator[str]:
         sizes.append(("critic", config.critic.minibatch_prompts))
     for role, size in sizes:
         if prompts % size:
-            legal = [d for d in range(1, prompts + 1) if prompts % d == 0]
-            near = sorted(sorted(legal, key=lambda d: abs(d - size))[:2])
+            near = nearest_divisors(prompts, size)
             yield (
                 f"data.prompts_per_step={prompts} cannot be cut into mini-batches of {role}.minibatch_prompts={size}; nearest: "
                 f"data.prompts_per_step={words(nearest_multiples(prompts, size))}, or {role}.minibatch_prompts={words(near)}"

@@ -118,7 +118,7 @@ def checked(knob: Knob, value: Any) -> Any:
     if not knob.many:
         return _scalar(knob, value, value)
     if isinstance(value, Mapping):
-        raise ValueError(_refusal(knob, value))
+        raise ValueError(refusal(knob, value))
     elements = value if isinstance(value, (list, tuple)) else [value]
     return tuple(_scalar(knob, element, value) for element in elements)
 
@@ -127,19 +127,20 @@ def _scalar(knob: Knob, value: Any, given: Any) -> Any:
     if knob.scalar is float and type(value) is int:
         return _scalar(knob, float(value), given)
     if type(value) is not knob.scalar:
-        raise ValueError(_refusal(knob, given))
+        raise ValueError(refusal(knob, given))
     if isinstance(value, str):
         if value in ("", "???") or (knob.choices and value not in knob.choices):
-            raise ValueError(_refusal(knob, given) + nearest(value, knob.choices))
+            raise ValueError(refusal(knob, given) + nearest(value, knob.choices))
     elif isinstance(value, (int, float)):
         below = knob.minimum is not None and value < knob.minimum
         above = knob.maximum is not None and value > knob.maximum
         if below or above or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(_refusal(knob, given))
+            raise ValueError(refusal(knob, given))
     return value
 
 
-def _refusal(knob: Knob, value: Any) -> str:
+def refusal(knob: Knob, value: Any) -> str:
+    """The message for a value that the knob does not take."""
     hint = ""
     if knob.scalar is str and isinstance(value, (bool, int, float)):
         hint = f"""; for text write {knob.key}="'{value}'\""""

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pytest
+
+from flowrl.config.cli import run_main
+from flowrl.config.compose import compose_all
+from flowrl.config.memory import rank_parameters
+from flowrl.config.model_shape import shape_of
+from flowrl.config.plan import RunPlan, make_plan, render, size
+from flowrl.config.schema import Config
+
+
+def plan(*argv: str) -> RunPlan:
+    composed = compose_all(argv)
+    return make_plan(composed.config, composed.shapes, composed.machine)
+
+
+def test_the_plan_counts_what_the_run_will_do() -> None:
+    """CFG-01: rows, mini-batches and optimizer steps with their units."""
+    made = plan("data.prompts_per_step=12", "rollout.samples_per_prompt=3", "actor.minibatch_prompts=4", "actor.epochs=2",
+                "critic.minibatch_prompts=6", "critic.epochs=1", "critic.warmup_steps=2", "trainer.total_steps=10")  # fmt: skip
+    assert made.rows_per_step == 36
+    assert [(u.role, u.minibatches, u.minibatch_rows, u.epochs) for u in made.updates] == [("actor", 3, 12, 2), ("critic", 2, 18, 1)]
+    steps = made.optimizer_steps
+    assert (steps.actor_per_step, steps.actor_total, steps.critic_per_step, steps.critic_total) == (6, 48, 2, 20)
+
+
+@pytest.mark.parametrize(("devices", "samples", "rows_per_slice"), [(1, 2, 64), (3, 2, 22), (4, 2, 16)])
+def test_rows_of_a_slice_are_the_largest_share(devices: int, samples: int, rows_per_slice: int) -> None:
+    """BAT-01: rows need not divide by the data-parallel size."""
+    made = plan(f"cluster.devices={devices}", f"rollout.samples_per_prompt={samples}", "actor.layout.tp=1")
+    assert made.updates[0].rows_per_slice == rows_per_slice
+
+
+def test_a_budget_below_a_row_is_legal_and_noted() -> None:
+    """PAR-02: a row longer than the budget gets a micro-batch of its own."""
+    made = plan("actor.tokens_per_microbatch=1", "actor.layout.tp=1")
+    assert made.updates[0].microbatches == made.updates[0].rows_per_slice == 128
+    assert any("micro-batch of its own" in note for note in made.notes)
+    assert not plan().notes
+
+
+def test_cut_sampling_is_noted() -> None:
+    """ROL-02: a truncated distribution biases the ratios."""
+    assert any("ratios are biased" in note for note in plan("rollout.top_k=2").notes)
+
+
+@pytest.mark.parametrize(
+    ("argv", "roles"),
+    [
+        ([], [("actor", "main"), ("critic", "main"), ("reference", "main"), ("rollout", "main")]),
+        (["algorithm=grpo", "kl=none"], [("actor", "main"), ("rollout", "main")]),
+        (["placement=split"], [("actor", "main"), ("critic", "critic"), ("reference", "main"), ("rollout", "main")]),
+    ],
+)
+def test_only_roles_of_the_run_are_placed(argv: list[str], roles: list[tuple[str, str]]) -> None:
+    made = plan(*argv)
+    assert [(r.role, r.pool) for r in made.roles] == roles
+    assert [m.role for m in made.memory] == [role for role, _ in roles]
+
+
+def test_memory_follows_the_layout() -> None:
+    shape = shape_of("builtin:tiny")
+    whole = rank_parameters(shape, 1, 1, None)
+    assert whole == pytest.approx(shape.num_parameters, rel=0.01)
+    assert rank_parameters(shape, 2, 1, None) == -(-whole // 2)
+    assert rank_parameters(shape, 1, 2, None) == pytest.approx(whole / 2, rel=0.01)
+    plain, sharded = (plan("actor.layout.tp=1", f"actor.distributed_optimizer={flag}").memory[0] for flag in ("false", "true"))
+    assert sharded.parts["optimizer"] == plain.parts["optimizer"] // 2
+
+
+def test_the_text_names_everything() -> None:
+    text = render(plan())
+    for part in ("prompts_per_step: 64", "actor      pool main", "ranks 0-1  tp 2, pp 1", "64 prompts x 8 samples = 512 rows", "80 optimizer steps", "KV cache"):
+        assert part in text
+    assert [size(n) for n in (1, 1536, 2**31, 2**41)] == ["1 B", "1.5 KiB", "2.0 GiB", "2.0 TiB"]
+
+
+def ends(argv: list[str], main: object = None) -> int:
+    def nothing(config: Config) -> int | None:
+        raise AssertionError("must not run")
+
+    with pytest.raises(SystemExit) as caught:
+        run_main(main or nothing, argv)  # type: ignore[arg-type]
+    return int(caught.value.code or 0)
+
+
+def test_dry_run_prints_the_plan_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends(["dry_run=true"]) == 0
+    assert "Placement" in capsys.readouterr().out
+
+
+def test_errors_of_configuration_are_one_message_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends(["+trainer.total_stepz=3"]) == 2
+    assert capsys.readouterr() == ("", "configuration error: unknown key trainer.total_stepz; did you mean trainer.total_steps?\n")
+    assert ends(["dry_run=true", "trainer.total_steps=0", "data.prompts_per_step=x"]) == 2
+    assert capsys.readouterr().err.startswith("2 configuration errors:\n  1. data.prompts_per_step='x'")
+
+
+def test_the_exit_code_is_that_of_main() -> None:
+    assert ends([], lambda config: None) == 0
+    assert ends([], lambda config: 130) == 130
+    with pytest.raises(RuntimeError):
+        run_main(lambda config: (_ for _ in ()).throw(RuntimeError("a failure")), [])
+
+
+def test_help_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "algorithm=gae|grpo" in text and "data.prompts_per_step=64" in text and "kl.horizon=10000" in text
