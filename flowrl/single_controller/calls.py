@@ -154,7 +154,7 @@ class Calls:
     def _raised(self, pool: ResourcePool, rank: int, call: Call, error: RayError) -> None:
         # When a peer dies, the survivors' collectives raise before the death is known here. Name the dead one.
         deadline = time.monotonic() + _DEATH_GRACE_SECONDS
-        watched = pool.watch_refs()
+        watched = {other: ref for other, ref in pool.watch_refs().items() if other != rank}
         while watched and time.monotonic() < deadline:
             ready, _ = ray.wait(list(watched.values()), num_returns=1, timeout=0.1, fetch_local=False)
             for other, ref in watched.items():
@@ -185,9 +185,10 @@ class Calls:
             cause=cause,
             detail=detail,
         )
-        for other in list(self._pools):
-            other.fail(error)
-        self._pools, self._outstanding = [], []
+        # Pools with calls under way may wait for the failed one in a collective; idle pools are not touched.
+        for broken in {pool, *(other.pool for other in self._outstanding)}:
+            broken.fail(error)
+            self.forget(broken)
         raise error
 
 

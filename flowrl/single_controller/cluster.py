@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import ray
-from ray._private.state import available_resources_per_node  # read in ray 2.60; the public API has no per-node figures
 
 from flowrl.single_controller.calls import Calls, Span
 from flowrl.single_controller.placement import NodeResources
+from flowrl.single_controller.ray_private import free_resources, keep_ray_off_the_console
 
 if TYPE_CHECKING:
     from flowrl.single_controller.pool import ResourcePool
@@ -57,6 +57,7 @@ class Cluster:
         self._pools: dict[str, ResourcePool] = {}
         self._temp_dir: str | None = None
         self._owned = self._joined = False
+        keep_ray_off_the_console()
         address = address or os.environ.get("RAY_ADDRESS") or None
         if ray.is_initialized():
             where = f"joined {ray.get_runtime_context().gcs_address} (this process was connected)"
@@ -114,7 +115,7 @@ class Cluster:
 
     def nodes(self) -> list[NodeResources]:
         """Live nodes by address, with their total and free resources."""
-        free = available_resources_per_node()
+        free = free_resources()
         nodes = [
             NodeResources(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"]), dict(free.get(n["NodeID"], {})))
             for n in ray.nodes()

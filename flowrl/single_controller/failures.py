@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_LOG_LINES = 12
+_READ_LINES = 200
+_SHOWN_LINES = 12
 _NODE_MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
 _CRASHES = {
     "Segmentation fault": "SIGSEGV",
@@ -52,7 +53,7 @@ class WorkerError(RuntimeError):
         lines = [f"{role} rank {process.rank} of pool {pool} failed in {where}{step_text}: {cause}"]
         if detail:
             lines.append(detail.rstrip())
-        tail = log_tail(process.log)
+        tail = shown_tail(log_tail(process.log))
         if tail:
             lines += [f"last lines of {process.log}:", *(f"  | {line}" for line in tail)]
         lines.append(
@@ -62,7 +63,7 @@ class WorkerError(RuntimeError):
         super().__init__("\n".join(lines))
 
 
-def log_tail(path: str | None, lines: int = _LOG_LINES) -> list[str]:
+def log_tail(path: str | None, lines: int = _READ_LINES) -> list[str]:
     """Last lines of a worker's log; none when it cannot be read here (another node without a shared folder)."""
     if path is None:
         return []
@@ -73,6 +74,12 @@ def log_tail(path: str | None, lines: int = _LOG_LINES) -> list[str]:
     except OSError:
         return []
     return [line[:400] for line in text.splitlines() if line.strip()][-lines:]
+
+
+def shown_tail(tail: list[str]) -> list[str]:
+    """The lines worth showing: from the start of a crash report where there is one, else the last."""
+    crash = next((i for i, line in enumerate(tail) if "Fatal Python error" in line), None)
+    return tail[-_SHOWN_LINES:] if crash is None else tail[crash : crash + _SHOWN_LINES]
 
 
 def oom_kills() -> int:
@@ -90,9 +97,9 @@ def death_cause(ray_message: str, tail: list[str], new_oom_kills: int) -> str:
     Ray does not tell the signal. A crash leaves faulthandler's line in the log; a memory kill is told by Ray's monitor
     or counted by the kernel; a connection that ends without either is what SIGKILL looks like.
     """
-    memory = [line.strip() for line in ray_message.splitlines() if re.search(r"memory|oom", line, re.IGNORECASE)]
-    if "out of memory" in ray_message.lower() or "memory pressure" in ray_message.lower():
-        return f"killed by Ray's memory monitor: {' '.join(memory)[:600]}"
+    if re.search(r"memory usage threshold|low on memory|memory pressure", ray_message, re.IGNORECASE):
+        figures = [line.strip() for line in ray_message.splitlines() if re.search("memory", line, re.IGNORECASE)]
+        return f"killed by Ray's memory monitor: {' '.join(figures)[:600]}"
     for line in reversed(tail):
         if "Fatal Python error" in line:
             signal = next((name for words, name in _CRASHES.items() if words in line), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -131,8 +132,8 @@ def registered(worker: type[Worker], method: str) -> Registered:
     """Errors: AttributeError saying what is callable when the method does not exist or is not registered."""
     for parent in worker.__mro__:
         if method in vars(parent):
-            mark = vars(vars(parent)[method]).get(_MARK) if callable(vars(parent)[method]) else None
-            if isinstance(mark, Registered):
+            mark = _mark_of(vars(parent)[method])
+            if mark is not None:
                 return mark
             raise AttributeError(
                 f"{parent.__name__}.{method} is not registered, so a driver cannot call it: decorate it with "
@@ -143,5 +144,8 @@ def registered(worker: type[Worker], method: str) -> Registered:
 
 def registered_names(worker: type[Worker]) -> list[str]:
     """Names of all methods that drivers may call."""
-    names = {n for parent in worker.__mro__ for n, m in vars(parent).items() if callable(m) and _MARK in vars(m)}
-    return sorted(names)
+    return sorted({name for parent in worker.__mro__ for name, member in vars(parent).items() if _mark_of(member)})
+
+
+def _mark_of(member: object) -> Registered | None:
+    return member.__dict__.get(_MARK) if isinstance(member, FunctionType) else None

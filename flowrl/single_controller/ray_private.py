@@ -1,0 +1,29 @@
+"""The parts of Ray that are not public API. Read in ray 2.60; `test_ray_private` fails when they change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import ray._private.state
+import ray._private.worker
+
+logger = logging.getLogger("flowrl.ray")
+
+
+def free_resources() -> Mapping[str, Mapping[str, float]]:
+    """By node id, what nobody holds now. The public API knows only the sum over all nodes."""
+    free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
+    return free
+
+
+def keep_ray_off_the_console() -> None:
+    """Ray's listener prints the raylet's complaints even with log_to_driver=False; send them to a logger instead."""
+
+    def to_logger(data: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for line in data["lines"]:
+            logger.debug("(%s) %s", data.get("pid", "ray"), line)
+
+    assert "print_to_stdstream" in vars(ray._private.worker), "Ray's worker module changed"
+    ray._private.worker.print_to_stdstream = to_logger

@@ -1,0 +1,43 @@
+"""SIGINT and SIGTERM as one exception, so that a stopped driver leaves its `with` blocks in order."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(BaseException):
+    """The user or the system asked this process to end. Not an Exception: nothing but the top is to catch it."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal: 130 for SIGINT, 143 for SIGTERM."""
+        return 128 + self.signum
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """Inside, the first SIGINT or SIGTERM raises ``Stopped``; later ones are ignored, so clean-up is not cut short.
+
+    Must be entered on the main thread. The handlers of before come back at the end.
+    """
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(signum)
+
+    before = {each: signal.signal(each, stop) for each in _SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,93 @@
+"""What a driver sees when a process dies or raises."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from roles import Echo, Faulty
+
+from flowrl.protocol import DataProto, Ragged
+from flowrl.single_controller import Cluster, ResourcePool, WorkerError, WorkerGroup
+
+
+@pytest.fixture()
+def doomed(cluster: Cluster):
+    """A pool of its own, as its processes are going to die."""
+    with ResourcePool(cluster, name="doomed", devices=2, cpus_per_device=0.1) as pool:
+        yield pool
+
+
+def batch_of(num_rows: int) -> DataProto:
+    return DataProto({"x": Ragged.from_rows([[i] for i in range(num_rows)], torch.int64)})
+
+
+def test_killed_rank_is_named_within_seconds_though_its_peer_raises_first(cluster, doomed):
+    """RAY-01: kill -9 in a collective: role, rank, pid, node, phase, step, signal and log; survivors are gone."""
+    faulty = WorkerGroup.spawn(doomed, Faulty, name="actor")
+    cluster.wait()
+    start = time.monotonic()
+    with cluster.phase("update", step=3):
+        faulty.killed_in_collective(1)
+    with pytest.raises(WorkerError) as caught:
+        cluster.wait()
+    assert time.monotonic() - start < 15
+    error, pids = caught.value, doomed.pids
+    assert (error.role, error.rank, error.pid, error.phase, error.step) == ("actor", 1, pids[1], "update", 3)
+    last = str(error).splitlines()[-1]
+    for part in ("actor", "rank 1", str(pids[1]), "update", "step 3", "SIGKILL", "doomed-rank1.log", error.node):
+        assert part in last, last
+    with pytest.raises(WorkerError) as again:
+        faulty.killed_in_collective(1)
+    assert again.value is error, "every further call raises the same error at once"
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_crash_is_told_from_a_kill_and_noticed_between_calls(cluster, doomed):
+    """RAY-01: a segmentation fault leaves its name; a process that died between calls is noticed at the next one."""
+    faulty = WorkerGroup.spawn(doomed, Faulty, name="critic")
+    cluster.wait()
+    os.kill(doomed.pids[0], signal.SIGSEGV)
+    time.sleep(1.0)
+    with pytest.raises(WorkerError, match="SIGSEGV") as caught:
+        faulty.reads(batch_of(1))
+        cluster.wait()
+    assert (caught.value.role, caught.value.rank) == ("critic", 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("reads", ["Faulty", "reads", "'advantages'", "['x']", "MissingColumnError"]),
+        ("returns_none", ["Faulty.returns_none", "-> DataProto", "NoneType"]),
+        ("loses_a_row", ["Faulty.loses_a_row", "expected 3 rows", "received 2 rows"]),
+    ],
+)
+def test_wrong_method_is_named_with_what_it_lacks(pool, method, words):
+    """API-02: missing column, None, wrong row count: method, column and what is there are in the message."""
+    faulty = WorkerGroup.spawn(pool(1), Faulty)
+    with pytest.raises(WorkerError) as caught:
+        getattr(faulty, method)(batch_of(3)).row_ids  # noqa: B018
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_unregistered_methods_and_duplicate_names_are_refused(pool):
+    """API-02: refused on the driver, before anything is sent."""
+    one = pool(1)
+    echo = WorkerGroup.spawn(one, Echo)
+    with pytest.raises(AttributeError, match="not_registered is not registered.*callable are"):
+        echo.not_registered()
+    with pytest.raises(AttributeError, match="no method 'missing'"):
+        echo.missing()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="has a role 'Echo' already"):
+        WorkerGroup.spawn(one, Echo)
+    with pytest.raises(ValueError, match="there is a pool 'warm1' already"):
+        ResourcePool(one.cluster, name="warm1")
+    assert echo.facts() == [(0, 1, "warm1")]
