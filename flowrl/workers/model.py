@@ -10,7 +10,13 @@ from megatron.core import parallel_state  # type: ignore[import-untyped]
 from megatron.core.models.gpt import GPTModel  # type: ignore[import-untyped]
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # type: ignore[import-untyped]
 from megatron.core.process_groups_config import ProcessGroupCollection  # type: ignore[import-untyped]
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # type: ignore[import-untyped]
+from megatron.core.tensor_parallel import (  # type: ignore[import-untyped]
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    model_parallel_cuda_manual_seed,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig  # type: ignore[import-untyped]
 
 from flowrl.config.model_shape import ModelShape
@@ -102,10 +108,21 @@ def build_model(
         seq_len_interpolation_factor=float(scaling["factor"]) if linear else None,
         pg_collection=groups,
     )
+    _mark_split_weights(model)
     if scaling.get("rope_type") == "llama3":
         # Megatron-core's own llama3 scaling has the original context length 8192 built in.
         model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, scaling, shape.max_positions)
     return model
+
+
+def _mark_split_weights(model: GPTModel) -> None:
+    """Tell Megatron-core which weights are shards. It does so itself only where it draws initial values, and takes
+    unmarked ones for copies, which gradient norms count once."""
+    split_dims = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
+    for module in model.modules():
+        dim = split_dims.get(type(module))
+        if dim is not None and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
 def llama3_frequencies(frequencies: torch.Tensor, scaling: dict[str, Any], max_positions: int) -> torch.Tensor:
