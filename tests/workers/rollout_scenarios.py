@@ -1,0 +1,273 @@
+"""What the processes of the rollout tests do: engines of several layouts, alone and beside an actor."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from models import VOCAB
+from safetensors.torch import load_file
+from scenarios import Cell, actor, call, place
+
+from flowrl.config.model_shape import read_model_shape
+from flowrl.config.schema import RolloutConfig, RolloutLayout
+from flowrl.protocol import DataProto, Ragged
+from flowrl.resharding.recorder import place_of
+from flowrl.single_controller.dispatch import Mesh, neighbouring_rows
+from flowrl.single_controller.worker import construct
+from flowrl.workers.rollout import RolloutWorker
+
+Rows = dict[str, tuple[list[int], list[float], str, int]]
+"""Row id -> (response ids, log-probs, finish reason, version of the weights)."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine layout and what the tests vary of an engine."""
+
+    tp: int = 1
+    pp: int = 1
+    stops: tuple[int, ...] = ()
+    num_ids: int = VOCAB
+    max_prompt_tokens: int = 48
+    max_response_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    dtype: str = "float32"
+    max_batch_requests: int = 8
+
+
+def rollout(folder: Path, setup: Setup) -> RolloutWorker:
+    config = RolloutConfig(
+        layout=RolloutLayout(tp=setup.tp, pp=setup.pp),
+        dtype=setup.dtype,
+        max_response_tokens=setup.max_response_tokens,
+        temperature=setup.temperature,
+        top_k=setup.top_k,
+        max_batch_requests=setup.max_batch_requests,
+        kv_cache_bytes=64 << 20,
+    )
+    return construct(
+        RolloutWorker,
+        place(),
+        str(folder),
+        read_model_shape(folder),
+        config,
+        num_tokenizer_ids=setup.num_ids,
+        stop_token_ids=setup.stops,
+        max_prompt_tokens=setup.max_prompt_tokens,
+        seed=0,
+    )
+
+
+def generate(role: RolloutWorker, batch: DataProto, *, greedy: bool = False) -> Rows:
+    """Responses of all rows on every rank, each engine generating its share as the single controller cuts it."""
+    positions: list[Any] = [None] * dist.get_world_size()
+    mine = role.meshes()["generate"]
+    dist.all_gather_object(positions, mine)
+    mesh = Mesh.of("generate", positions)
+    cut = neighbouring_rows(len(batch), mesh.num_slices)
+    answer = role.generate(batch.rows(cut[mine.data_parallel_rank]), greedy=greedy)
+    rows = zip(
+        answer.row_ids,
+        answer["response_ids"].rows(),
+        answer["rollout_log_probs"].rows(),
+        answer.values["finish_reason"],
+        answer.values["weights_version"],
+        strict=True,
+    )
+    found = {row: (ids.tolist(), logs.tolist(), reason, version) for row, ids, logs, reason, version in rows}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    for part, position in zip(everyone, positions, strict=True):
+        agreed = everyone[mesh.answering_rank(position.data_parallel_rank)]
+        assert {row: line[0] for row, line in part.items()} == {row: line[0] for row, line in agreed.items()}, (
+            "ranks of one engine sampled different tokens"
+        )
+    return {row: line for part in everyone for row, line in part.items()}
+
+
+def prompts(lengths: Sequence[int], *, num_ids: int = VOCAB) -> DataProto:
+    """Prompts of these lengths with random ids, and a seed for each."""
+    generator = torch.Generator().manual_seed(5)
+    rows = [torch.randint(0, num_ids, (length,), generator=generator) for length in lengths]
+    seeds = torch.randint(-(2**63), 2**63 - 1, (len(rows),), generator=generator, dtype=torch.int64)
+    return DataProto(
+        {"prompt_ids": Ragged.from_rows(rows, torch.int64), "seeds": seeds},
+        row_ids=[f"row{i}" for i in range(len(rows))],
+    )
+
+
+def with_engine(folder: Path, setup: Setup, use: Callable[[RolloutWorker], Any]) -> Any:
+    role = rollout(folder, setup)
+    try:
+        return use(role)
+    finally:
+        role.close()
+
+
+def sample(folder: Path, setups: Sequence[Setup], batch: DataProto) -> list[Rows]:
+    """The responses of engine after engine in the same processes."""
+    return [with_engine(folder, setup, lambda role: generate(role, batch)) for setup in setups]
+
+
+def sample_in_other_orders(folder: Path, batch: DataProto) -> list[Rows]:
+    """In order, reversed, and each row alone."""
+
+    def use(role: RolloutWorker) -> list[Rows]:
+        count = len(batch)
+        alone: Rows = {}
+        for row in range(count):
+            alone |= generate(role, batch.rows([row]))
+        backwards = batch.reorder(list(reversed(range(count))))
+        return [generate(role, batch), generate(role, backwards), alone, generate(role, batch.rows([]))]
+
+    return with_engine(folder, Setup(), use)  # type: ignore[no-any-return]
+
+
+def random_state_around_an_engine(folder: Path) -> list[bool]:
+    """Whether torch, numpy and random draw what they would have drawn without an engine."""
+    torch.manual_seed(3), numpy.random.seed(3), random.seed(3)
+    expected = torch.rand(1), numpy.random.rand(), random.random()
+    torch.manual_seed(3), numpy.random.seed(3), random.seed(3)
+    threads = torch.get_num_threads()
+    with_engine(folder, Setup(), lambda role: None)
+    torch.set_num_threads(threads)
+    found = torch.rand(1), numpy.random.rand(), random.random()
+    return [left == right for left, right in zip(expected, found, strict=True)]
+
+
+def errors_of_bad_rows(folder: Path, bad: DataProto, good: DataProto) -> tuple[str, Rows]:
+    """The message of an illegal batch, and what the engine answers to a legal one afterwards."""
+
+    def use(role: RolloutWorker) -> tuple[str, Rows]:
+        try:
+            role.generate(bad)
+        except ValueError as error:
+            return str(error), generate(role, good)
+        raise AssertionError("no error")
+
+    return with_engine(folder, Setup(), use)  # type: ignore[no-any-return]
+
+
+def wrong_regions(role: RolloutWorker, folder: Path) -> list[str]:
+    """Recorded regions whose elements in the engine are not, bit for bit, those of the folder in the engine's dtype."""
+    tensors = load_file(folder / "model.safetensors")
+    wrong = []
+    for region in role._recording.regions:
+        box = tuple(slice(*interval) for interval in region.box)
+        found = place_of(region, role._parameters[region.parameter])
+        if not torch.equal(found, tensors[region.tensor][box].to(found.dtype)):
+            wrong.append(f"{region.tensor} {region.box}")
+    return wrong
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one transfer did on this rank."""
+
+    wrong: list[str]
+    metrics: dict[str, float]
+    rows: Rows
+    fresh_rows: Rows
+
+
+def move(
+    start: Path, target: Path, cells: Sequence[Cell], setups: Sequence[Setup], batch: DataProto
+) -> dict[tuple[Cell, Setup], Moved]:
+    """From actors that hold `target` into engines that started with `start` and have answered `batch` already."""
+    results = {}
+    sources = {cell: actor(target, cell) for cell in cells}
+    for setup in setups:
+        fresh = with_engine(target, setup, lambda role: generate(role, batch))
+        role = rollout(start, setup)
+        for cell, source in sources.items():
+            generate(role, batch)
+            for parameter in role._parameters.values():
+                parameter.data.fill_(float("nan"))
+            metrics = {name: metric.value for name, metric in role.receive_weights(source).metrics.items()}
+            results[cell, setup] = Moved(wrong_regions(role, target), metrics, generate(role, batch), fresh)
+        role.close()
+    return results
+
+
+def repeat_moves(folder: Path, cell: Cell, setup: Setup, batch: DataProto) -> tuple[list[Rows], list[float]]:
+    """Responses after each of ten transfers of the same weights, and the fingerprints' verdicts."""
+    source, role = actor(folder, cell), rollout(folder, setup)
+    rows, verdicts = [generate(role, batch)], []
+    for _ in range(10):
+        verdicts.append(role.receive_weights(source).metrics["reshard/fingerprint_ok"].value)
+        rows.append(generate(role, batch))
+    role.close()
+    return rows, verdicts
+
+
+def corrupted(folder: Path, cell: Cell, setup: Setup, parameter: str) -> str:
+    """The message of the proof after one bit of one engine parameter on the last rank has changed."""
+    source, role = actor(folder, cell), rollout(folder, setup)
+    role.receive_weights(source)
+    transfer = role._transfer
+    assert transfer is not None
+    if dist.get_rank() == dist.get_world_size() - 1:
+        role._parameters[parameter].data.view(torch.int32)[3, 2] ^= 1
+    try:
+        transfer.verify(source.held_regions())
+    except ValueError as error:
+        return str(error)
+    finally:
+        role.close()
+    raise AssertionError("the proof did not notice")
+
+
+class _Renamed:
+    """An actor one of whose tensors has another name."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def hf_tensors(self) -> Any:
+        first, *rest = self._source.hf_tensors()
+        return [replace(first, name="model.embedding"), *rest]
+
+    def held_regions(self) -> Any:
+        return self._source.held_regions()
+
+
+def renamed(folder: Path) -> str:
+    source, role = actor(folder, Cell()), rollout(folder, Setup())
+    try:
+        role.receive_weights(_Renamed(source))
+    except ValueError as error:
+        return str(error)
+    finally:
+        role.close()
+    raise AssertionError("no error")
+
+
+def train_and_decode(
+    folder: Path, out: Path, cell: Cell, setup: Setup, batch: DataProto, mini: DataProto
+) -> list[tuple[Rows, Path, float]]:
+    """Three rounds: a large update, a transfer, a greedy decoding; with the trainer's weights written to folders."""
+    source, role = actor(folder, cell, optim=replace(actor_optim(), lr=0.05)), rollout(folder, setup)
+    rounds = []
+    for number in range(3):
+        old = call(source, source.log_probs, mini)
+        call(source, source.update, mini.union(old))
+        ok = role.receive_weights(source).metrics["reshard/fingerprint_ok"].value
+        written = out / f"round{number}"
+        source.export(str(written))
+        rounds.append((generate(role, batch, greedy=True), written, ok))
+    role.close()
+    return rounds
+
+
+def actor_optim() -> Any:
+    from scenarios import OPTIM
+
+    return OPTIM
