@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -64,6 +65,27 @@ class StepConsole:
     def warn(self, text: str) -> None:
         """One line that begins with `warning:`."""
         self.message(f"warning: {text}")
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Callable[[float, str], None]]:
+        """A bar for something that happens before training; shown from the first report on, a line per quarter elsewhere."""
+        bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self.console, transient=True)
+        task = bar.add_task(title, total=1.0)
+        quarters = -1
+
+        def report(share: float, label: str) -> None:
+            nonlocal quarters
+            if self.console.is_terminal:
+                bar.start()
+                bar.update(task, completed=share, description=f"{title}: {label}")
+            elif int(share * 4) > quarters:
+                quarters = int(share * 4)
+                self.message(f"{title}: {label}, {share:.0%}")
+
+        try:
+            yield report
+        finally:
+            bar.stop()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a finished step."""

@@ -13,7 +13,7 @@ import torch
 from flowrl.algorithms.advantages import flat_group_fraction, gae, group_relative, token_rewards
 from flowrl.algorithms.kl import kl_estimate
 from flowrl.algorithms.masked import masked_mean, whiten
-from flowrl.config.schema import GAE, GRPO, KL, AdaptiveKL, Algorithm, LossKL, RewardKL
+from flowrl.config.schema import GAE, GRPO, KL, AdaptiveKL, Algorithm, RewardKL
 from flowrl.protocol import DataProto, MissingColumnError, Metric, Ragged
 
 MADE_BY = {
@@ -128,11 +128,6 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
 def reward_kl_coefficient(kl: KL) -> float:
     """The first weight of the KL term in the reward; 0 where it is in the loss or off."""
     return kl.coefficient if isinstance(kl, RewardKL | AdaptiveKL) else 0.0
-
-
-def needs_reference(kl: KL) -> bool:
-    """Whether a run with this KL term holds a reference model."""
-    return isinstance(kl, RewardKL | AdaptiveKL | LossKL)
 
 
 def _explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> Metric:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flowrl.launch import launch
-from flowrl.run import Run
+
+if TYPE_CHECKING:
+    from flowrl.run import Run
 
 
 def train(run: Run) -> None:
@@ -28,8 +32,9 @@ def train(run: Run) -> None:
         if run.policy_learns:
             run.log(*[actor.update(part) for part in run.minibatches(batch, run.config.actor)])
 
-        rollout.wake()
+        rollout.wake(what="weights")
         run.log(rollout.receive_weights(actor))
+        rollout.wake(what="kv_cache")
         run.evaluate(rollout)
         run.save(actor)
 

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from flowrl.config.model_shape import ModelShape, read_model_shape
-from flowrl.config.schema import GAE, Config
+from flowrl.config.schema import Config
+from flowrl.config.units import optimizer_steps, pool_devices
 from flowrl.data.tokenizer import Tokenizer
-from flowrl.estimate import needs_reference
 from flowrl.single_controller import Cluster, ResourcePool, WorkerGroup
 from flowrl.workers.actor import ActorWorker
 from flowrl.workers.critic import CriticWorker
@@ -30,44 +30,55 @@ class Roles:
         self._shape = shape
         self._tokenizer = tokenizer
         self._stack = stack
+        self._steps = optimizer_steps(config)
         self._main = self._pool("main", config.cluster.devices)
 
     def _pool(self, name: str, devices: int) -> ResourcePool:
         cluster = self._config.cluster
         pool = ResourcePool(
-            self._cluster, name=name, devices=devices, device=cluster.device, env=process_environment(cluster.device, devices),
-            placement_timeout_seconds=cluster.placement_timeout_seconds, collective_timeout_seconds=cluster.collective_timeout_seconds,
+            self._cluster, name=name, devices=devices, device=cluster.device,
+            env=process_environment(cluster.device, self._all_devices), cpus_per_device=self._cpus_per_device(),
+            placement_timeout_seconds=cluster.placement_timeout_seconds,
+            collective_timeout_seconds=cluster.collective_timeout_seconds,
         )  # fmt: skip
         return self._stack.enter_context(pool)
 
+    @property
+    def _all_devices(self) -> int:
+        config = self._config
+        return config.cluster.devices + (config.cluster.critic_devices if config.placement == "split" else 0)
+
+    def _cpus_per_device(self) -> float | None:
+        """Pools that live side by side share the CPUs evenly; a pool alone takes them all."""
+        if self._config.placement != "split" or self._config.cluster.device == "cuda":
+            return None
+        return int(self._cluster.num_cpus * 100 / self._all_devices) / 100
+
     def actor(self) -> ActorWorker:
         config = self._config
-        steps = config.trainer.total_steps - (config.critic.warmup_steps if has_critic(config) else 0)
         return WorkerGroup.spawn(
             self._main, ActorWorker, self._model, self._shape, config.actor, name="actor", kl=config.kl,
-            temperature=config.rollout.temperature, num_tokenizer_ids=self._tokenizer.num_ids, seed=config.trainer.seed,
-            total_optimizer_steps=max(steps, 0) * optimizer_steps_per_step(config.actor.minibatch_prompts, config.actor.epochs, config),
-            max_response_tokens=config.rollout.max_response_tokens,
+            temperature=config.rollout.temperature, num_tokenizer_ids=self._tokenizer.num_ids,
+            total_optimizer_steps=self._steps.actor_total, seed=config.trainer.seed,
         )  # fmt: skip
 
     def critic(self) -> CriticWorker | None:
         """The critic, or None for an algorithm without one."""
         config = self._config
-        if not has_critic(config):
+        if not config.algorithm.needs_critic:
             return None
-        pool = self._pool("critic", config.cluster.critic_devices) if config.placement == "split" else self._main
+        split = config.placement == "split"
+        pool = self._pool("critic", pool_devices(config, "critic")) if split else self._main
         path, shape = self._model_of(config.critic.path)
         return WorkerGroup.spawn(
-            pool, CriticWorker, path, shape, config.critic, name="critic", seed=config.trainer.seed,
-            total_optimizer_steps=config.trainer.total_steps
-            * optimizer_steps_per_step(config.critic.minibatch_prompts, config.critic.epochs, config),
-            max_response_tokens=config.rollout.max_response_tokens,
+            pool, CriticWorker, path, shape, config.critic, name="critic",
+            total_optimizer_steps=self._steps.critic_total, seed=config.trainer.seed,
         )  # fmt: skip
 
     def reference(self) -> ReferenceWorker | None:
         """The frozen policy, or None without a KL term."""
         config = self._config
-        if not needs_reference(config.kl):
+        if not config.kl.needs_reference:
             return None
         path, shape = self._model_of(config.reference.path)
         return WorkerGroup.spawn(
@@ -87,13 +98,3 @@ class Roles:
         if path == self._config.model.path:
             return self._model, self._shape
         return path, read_model_shape(path)
-
-
-def has_critic(config: Config) -> bool:
-    """Whether the algorithm learns values."""
-    return isinstance(config.algorithm, GAE)
-
-
-def optimizer_steps_per_step(minibatch_prompts: int, epochs: int, config: Config) -> int:
-    """Optimizer steps of one training step: mini-batches times epochs."""
-    return config.data.prompts_per_step // minibatch_prompts * epochs

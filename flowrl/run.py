@@ -15,9 +15,10 @@ import torch
 
 from flowrl.algorithms.kl import adaptive_coefficient
 from flowrl.builtin.model import resolve_model
-from flowrl.config import Config, to_tree, to_yaml
+from flowrl.config.compose import to_tree, to_yaml
 from flowrl.config.model_shape import read_model_shape
-from flowrl.config.schema import ActorConfig, AdaptiveKL, CriticConfig
+from flowrl.config.schema import ActorConfig, AdaptiveKL, Config, CriticConfig
+from flowrl.config.units import critic_warmup_steps
 from flowrl.console import StepConsole
 from flowrl.data.prompts import load_prompts
 from flowrl.data.seeds import expand
@@ -26,7 +27,7 @@ from flowrl.estimate import batch_metrics, estimate, ragged, reward_kl_coefficie
 from flowrl.protocol import DataProto
 from flowrl.report import StepReport
 from flowrl.rewards.runner import RewardResult, RewardRunner
-from flowrl.roles import Roles, has_critic
+from flowrl.roles import Roles
 from flowrl.single_controller import Cluster
 from flowrl.timing import PhaseClock
 from flowrl.tracking import Tracker
@@ -39,13 +40,15 @@ from flowrl.workers.rollout import RolloutWorker
 class Run:
     """One training run; a context manager that leaves no process, port or shared-memory segment behind.
 
-    `step` is 1-based while training and 0 before.
+    `step` is 1-based while training and 0 before; `opened` says that set-up is over.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.step = 0
-        self.folder = Path(config.run.dir)
+        self.opened = False
+        self.folder = Path(config.run.dir).expanduser()
+        self.console = StepConsole(config.trainer.total_steps)
         self.report = StepReport(config.trainer.max_skipped_steps)
         self._kl_coefficient = reward_kl_coefficient(config.kl)
         self._batch = DataProto()
@@ -55,6 +58,7 @@ class Run:
         with ExitStack() as stack:  # if anything below fails, what was opened is closed again
             self._open(stack)
             self._stack = stack.pop_all()
+        self.opened = True
         return self
 
     def _open(self, stack: ExitStack) -> None:
@@ -62,7 +66,6 @@ class Run:
         logs = self.folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(to_yaml(config))
-        self.console = StepConsole(config.trainer.total_steps)
         stack.callback(self.console.close)
         with self.console.progress("making the built-in model") as progress:
             model = resolve_model(config.model.path, config.model.cache_dir, progress)
@@ -77,7 +80,7 @@ class Run:
                 log_dir=logs, run_name=config.run.name,
             )
         )  # fmt: skip
-        self.console.message(self.cluster.description)
+        self.console.message(self.cluster.banner)
         self.clock = PhaseClock(self.cluster)
         self._roles = Roles(config, self.cluster, model, shape, self.tokenizer, stack)
 
@@ -85,7 +88,6 @@ class Run:
         config = self.config
         self.tokenizer.check_vocabulary(vocab_size)
         self._train = load_prompts(config.data.train_files, config.data, self.tokenizer, seed=config.trainer.seed)
-        self._train.step(1)  # too few prompts for a step is an error now, not after the models are loaded
         self._held_out: DataProto | None = None
         if config.data.eval_files and config.trainer.eval_every:
             table = load_prompts(config.data.eval_files, config.data, self.tokenizer, seed=config.trainer.seed, held_out=True)
@@ -156,7 +158,7 @@ class Run:
     @property
     def policy_learns(self) -> bool:
         """False while only the critic learns (`critic.warmup_steps`)."""
-        return not has_critic(self.config) or self.step > self.config.critic.warmup_steps
+        return self.step > critic_warmup_steps(self.config)
 
     def log(self, *tables: DataProto) -> None:
         """Adds the metrics of these answers, which may still be pending, to the step's report."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from flowrl.single_controller import Cluster, Span
 
-PHASES = {
+PHASES: dict[tuple[str, str], str] = {
     ("rollout", "generate"): "generate", ("rollout", "receive_weights"): "reshard", ("rollout", "sleep"): "sleep",
     ("rollout", "wake"): "wake", ("actor", "log_probs"): "log_probs", ("actor", "update"): "update_actor",
     ("actor", "export"): "save", ("actor", "offload"): "offload", ("actor", "reload"): "reload",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flowrl import DataProto
-from flowrl.config import Recipe
+from flowrl.config.compose import Recipe
 from flowrl.config.schema import KL, Algorithm
 from flowrl.estimate import estimate, per_sequence, scores, shaped_rewards
 from flowrl.launch import launch
@@ -59,8 +59,9 @@ def train(run: Run) -> None:
         batch = run.advantages(batch.union(*answers))
 
         run.log(*[actor.update(part) for part in run.minibatches(batch, run.config.actor)])
-        rollout.wake()
+        rollout.wake(what="weights")
         run.log(rollout.receive_weights(actor))
+        rollout.wake(what="kv_cache")
         run.evaluate(rollout)
         run.save(actor)
 

@@ -1,0 +1,115 @@
+"""From a command line to an exit code: what happens around a driver."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from flowrl.config.cli import run_main
+from flowrl.config.compose import Recipe
+from flowrl.config.schema import Config
+from flowrl.config.tree import ConfigError
+
+if TYPE_CHECKING:
+    from flowrl.run import Run
+
+EXIT_FAILURE = 1
+
+
+def launch(train: Callable[[Run], None], recipe: Recipe | None = None, argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs a driver on the configuration of the command line and ends the process.
+
+    Exit codes: 0 when all announced steps are done, 2 for a configuration that cannot run (data, tokenizer and reward
+    function included), 1 for a failure, 130 or 143 when stopped by SIGINT or SIGTERM.
+    """
+    run_main(partial(_train, train), argv, recipe=recipe)
+
+
+def _train(train: Callable[[Run], None], config: Config) -> int:
+    folder = Path(config.run.dir).expanduser()
+    earlier = _set_aside(folder)
+    with driver_log(folder / "logs"):
+        # Late, so that a configuration error does not pay for these imports, and their warnings go to the log.
+        from flowrl.run import Run
+
+        run = Run(config)
+        if earlier is not None:
+            run.console.message(f"run.dir={folder} held an earlier run, which lies in {earlier} now")
+        return _guarded(train, run)
+
+
+def _guarded(train: Callable[[Run], None], run: Run) -> int:
+    from flowrl.single_controller.signals import Stopped, stop_signals
+
+    try:
+        with stop_signals(), run:
+            train(run)
+            run.finish()
+    except Stopped as stopped:
+        _say(f"{stopped}; stopped at step {run.step} of {run.config.trainer.total_steps}; run: {run.folder}")
+        return stopped.exit_code
+    except ConfigError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and not run.opened:
+            raise ConfigError(str(error)) from error
+        _failed(run, error)
+        return EXIT_FAILURE
+    return 0
+
+
+def _set_aside(folder: Path) -> Path | None:
+    """Moves an earlier run out of the way, to the first free `folder.N`; None where there is none."""
+    if not (folder / "metrics.jsonl").exists():
+        return None
+    number = next(n for n in count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
+    return folder.rename(folder.with_name(f"{folder.name}.{number}"))
+
+
+def _failed(run: Run, error: Exception) -> None:
+    """One message that ends with the cause; the driver's own traceback goes to its log."""
+    from flowrl.report import TrainingFailed
+    from flowrl.rewards.errors import RewardError
+    from flowrl.single_controller import WorkerError
+
+    log = run.folder / "logs" / "driver.log"
+    known = isinstance(error, TrainingFailed | RewardError | WorkerError)
+    logging.getLogger("flowrl").error("the run failed at step %d", run.step, exc_info=error)
+    cause = str(error) if known else f"{type(error).__name__}: {error}; traceback in {log}"
+    _say(f"failed at step {run.step}: {cause}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+@contextmanager
+def driver_log(folder: Path) -> Iterator[None]:
+    """Inside, log records and warnings of this process go to `driver.log` in the folder; flowrl's warnings to stderr too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(folder / "driver.log")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    warnings = logging.StreamHandler()
+    warnings.setLevel(logging.WARNING)
+    warnings.addFilter(lambda record: record.levelno == logging.WARNING)
+    warnings.setFormatter(logging.Formatter("warning: %(message)s"))
+    root, own = logging.getLogger(), logging.getLogger("flowrl")
+    before = own.level
+    own.setLevel(logging.INFO)
+    root.addHandler(file)
+    own.addHandler(warnings)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        own.removeHandler(warnings)
+        own.setLevel(before)
+        root.removeHandler(file)
+        file.close()

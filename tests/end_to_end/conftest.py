@@ -1,0 +1,79 @@
+"""Runs flowrl's commands as a user does, and sees what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+MARK = "FLOWRL_TEST_MARK"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that ended: exit code, both outputs, its run folder, processes that outlived it."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+    seconds: float
+    left_behind: tuple[str, ...]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def processes_marked(mark: str) -> list[str]:
+    """Command lines of live processes whose environment carries the mark."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if command:
+                    found.append(f"{folder.name} {command[:120]}")
+        except OSError:
+            continue
+    return found
+
+
+class Command:
+    """Starts `python -m MODULE overrides... run.dir=...` from the repository's root."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def environment(self, mark: str) -> dict[str, str]:
+        return {**os.environ, MARK: mark}
+
+    def __call__(self, *overrides: str, module: str = "flowrl.main_ppo", name: str = "run", timeout: float = 300) -> Finished:
+        mark, folder = uuid.uuid4().hex, self.folder / name
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", module, f"run.dir={folder}", *overrides],
+            capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=self.environment(mark),
+        )  # fmt: skip
+        seconds = time.monotonic() - started
+        deadline = time.monotonic() + 15
+        while processes_marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return Finished(done.returncode, done.stdout, done.stderr, folder, seconds, tuple(processes_marked(mark)))
+
+
+@pytest.fixture
+def flowrl(tmp_path: Path) -> Command:
+    return Command(tmp_path)
