@@ -84,6 +84,9 @@ def breeds(prompt, response, row):
 def nan_on_two(prompt, response, row):
     return float("nan") if row["n"] == 2 else 1.0
 
+def source(prompt, response, row):
+    return {"": 1, None: 2, "mine": 3}[row["data_source"]] if "data_source" in row else 4
+
 def extras(prompt, response, row):
     return {"score": 1.0, "format": row["n"]} if row["n"] else 0.0
 
@@ -217,6 +220,13 @@ def test_a_process_killed_while_idle_is_replaced(runner: Callable[..., RewardRun
         time.sleep(0.1)
         assert grade(rewards).scores.tolist() == [0.0, 1.0, 2.0, 3.0]
         assert rewards._processes[0].pid != victim
+
+
+def test_the_users_function_gets_every_row_whatever_its_fields_say(runner: Callable[..., RewardRunner]) -> None:
+    """REW-02: no field of a row chooses another grader."""
+    rows: list[dict[str, Any]] = [{"data_source": ""}, {"data_source": None}, {"data_source": "mine"}, {}]
+    with runner("source") as rewards:
+        assert rewards.score(["p"] * 4, ["r"] * 4, rows, list("abcd")).scores.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_extras_become_metrics_over_the_rows_that_have_them(runner: Callable[..., RewardRunner]) -> None:
