@@ -92,6 +92,18 @@ def test_the_reward_gets_the_rows_own_string_or_the_templated_text(make_folder: 
     assert (wrapped.text, wrapped.ids) == ("w1 w2", (4, 6, 9, 10, 3, 4, 7))
 
 
+def test_a_template_that_nothing_uses_is_noted(
+    make_folder: MakeFolder, write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0]['content'] }} <turn>")
+    config, folder, file = replace(DEFAULTS, chat_template=str(template)), make_folder(), write({"prompt": "w1"})
+    assert load(folder, [file], config, template=str(template)).prompts[0].ids == (9,)
+    assert "data.chat_template has no effect" in caplog.text
+    wrapped = load(folder, [file], replace(config, template_strings=True), template=str(template))
+    assert wrapped.prompts[0].ids == (9, 4)
+
+
 def test_a_prompt_without_tokens_is_refused(make_folder: MakeFolder, write: Write) -> None:
     folder = make_folder(template="{{ '' }}")
     assert "line 1: the prompt has no tokens" in refusal(folder, [write({"prompt": message(6)})])
