@@ -7,18 +7,25 @@ import math
 import os
 import platform
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
+import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
+from flowrl.single_controller import reaper
 from flowrl.single_controller.calls import Calls, Span
 from flowrl.single_controller.placement import NodeResources
 from flowrl.single_controller.ray_private import free_resources, keep_ray_off_the_console
+from flowrl.single_controller.reaper import reap
+from flowrl.single_controller.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from flowrl.single_controller.pool import ResourcePool
@@ -28,6 +35,7 @@ _CONNECT_SECONDS = 5
 _MIN_OBJECT_STORE_BYTES = 80_000_000
 _MAX_OBJECT_STORE_BYTES = 2 << 30
 _MAX_TEMP_PATH = 40
+_MARK = "FLOWRL_CLUSTER"
 
 
 class Cluster:
@@ -56,6 +64,7 @@ class Cluster:
         self.calls = Calls()
         self._pools: dict[str, ResourcePool] = {}
         self._temp_dir: str | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         self._owned = self._joined = False
         keep_ray_off_the_console()
         address = address or os.environ.get("RAY_ADDRESS") or None
@@ -78,16 +87,20 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._owned = True
+        self._reaper = _start_reaper(self._temp_dir)
         try:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                object_store_memory=object_store_bytes,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=self._temp_dir,
-            )
+            # In the environment of Ray's processes only, so that the reaper knows exactly those.
+            os.environ[_MARK] = self._temp_dir
+            try:
+                _init_ray(
+                    address="local",
+                    num_cpus=num_cpus,
+                    object_store_memory=object_store_bytes,
+                    include_dashboard=False,
+                    _temp_dir=self._temp_dir,
+                )
+            finally:
+                del os.environ[_MARK]
         except BaseException:
             self.close()
             raise
@@ -100,7 +113,7 @@ class Cluster:
         if address != "auto":
             _check_reachable(address)
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            _init_ray(address=address)
         except ConnectionError as error:
             raise ValueError(
                 f"no Ray cluster answers at {address} (cluster.address or RAY_ADDRESS): {error}"
@@ -156,8 +169,11 @@ class Cluster:
         if self._owned or self._joined:
             ray.shutdown()
         if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
-        self._owned, self._joined, self._temp_dir = False, False, None
+            reap(f"{_MARK}={self._temp_dir}", self._temp_dir)
+        if self._reaper is not None:
+            self._reaper.kill()
+            self._reaper.wait()
+        self._owned, self._joined, self._temp_dir, self._reaper = False, False, None, None
 
     def __enter__(self) -> Cluster:
         return self
@@ -166,6 +182,24 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(graceful=kind is None)
+
+
+def _init_ray(**options: Any) -> None:
+    """Ray replaces the handlers of signals; a driver that handles them keeps its own."""
+    handlers = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
+
+
+def _start_reaper(temp_dir: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), f"{_MARK}={temp_dir}", temp_dir]
+    null = subprocess.DEVNULL
+    # Its own session: a Ctrl-C meant for the driver must not end it.
+    return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
 
 
 def usable_cpus() -> int:

@@ -27,3 +27,9 @@ def keep_ray_off_the_console() -> None:
 
     assert "print_to_stdstream" in vars(ray._private.worker), "Ray's worker module changed"
     ray._private.worker.print_to_stdstream = to_logger
+
+
+def serialized_bytes(value: Any) -> int:
+    """Bytes that Ray writes for a value given to or returned by a call, buffers beside the pickle included."""
+    worker = ray._private.worker.global_worker
+    return int(worker.get_serialization_context().serialize(value).total_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(BaseException):
@@ -25,19 +25,25 @@ class Stopped(BaseException):
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """Inside, the first SIGINT or SIGTERM raises ``Stopped``; later ones are ignored, so clean-up is not cut short.
+    """The first SIGINT or SIGTERM ends the block with ``Stopped``; later ones are ignored, so clean-up is not cut short.
 
+    Inside the block it is a KeyboardInterrupt, the only exception that Ray's waiting functions let a signal raise.
     Must be entered on the main thread. The handlers of before come back at the end.
     """
+    received: list[int] = []
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
-        raise Stopped(signum)
+        if not received:
+            received.append(signum)
+            raise KeyboardInterrupt
 
-    before = {each: signal.signal(each, stop) for each in _SIGNALS}
+    before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
     try:
         yield
+    except KeyboardInterrupt:
+        if received:
+            raise Stopped(received[0]) from None
+        raise
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
