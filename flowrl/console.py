@@ -69,7 +69,9 @@ class StepConsole:
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[float, str], None]]:
         """A bar for something that happens before training; shown from the first report on, a line per quarter elsewhere."""
-        bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self.console, transient=True)
+        bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self.console, transient=True
+        )
         task = bar.add_task(title, total=1.0)
         quarters = -1
 
@@ -94,7 +96,9 @@ class StepConsole:
         if not self.console.is_terminal:
             shown = [f"{title} {value}" for (title, _, _), value in zip(COLUMNS, values, strict=True) if value]
             left = (time.monotonic() - self._started) / step * (self._total_steps - step)
-            self.message(f"step {step}/{self._total_steps}  " + "  ".join(shown) + f"  left {left:.0f} s  ({self._foot})")
+            self.message(
+                f"step {step}/{self._total_steps}  " + "  ".join(shown) + f"  left {left:.0f} s  ({self._foot})"
+            )
             return
         self._rows.append((str(step), *values))
         if self._live is None:

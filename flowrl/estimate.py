@@ -14,7 +14,7 @@ from flowrl.algorithms.advantages import flat_group_fraction, gae, group_relativ
 from flowrl.algorithms.kl import kl_estimate
 from flowrl.algorithms.masked import masked_mean, whiten
 from flowrl.config.schema import GAE, GRPO, KL, AdaptiveKL, Algorithm, RewardKL
-from flowrl.protocol import DataProto, MissingColumnError, Metric, Ragged
+from flowrl.protocol import DataProto, Metric, MissingColumnError, Ragged
 
 MADE_BY = {
     "response_ids": "rollout.generate", "old_log_probs": "actor.log_probs", "reference_log_probs": "reference.log_probs",
@@ -26,7 +26,9 @@ def ragged(batch: DataProto, name: str, step: str) -> Ragged:
     """The token column `name`; an error names the step that needs it and the call that makes it."""
     column = require(batch, name, step)
     if not isinstance(column, Ragged):
-        raise ValueError(f"{step} needs {name!r} as a ragged column over response tokens; it is dense {tuple(column.shape)}")
+        raise ValueError(
+            f"{step} needs {name!r} as a ragged column over response tokens; it is dense {tuple(column.shape)}"
+        )
     return column
 
 
@@ -67,7 +69,12 @@ def _gae(algorithm: GAE, batch: DataProto, kl_coefficient: float, kl: KL) -> Dat
     lengths = old_values.lengths
     return batch.with_columns(
         advantages=Ragged.from_padded(advantages, lengths), returns=Ragged.from_padded(returns, lengths)
-    ).with_metrics({"value/mean": Metric.mean(float((values * mask).sum()), float(mask.sum())), "value/explained_variance": explained})
+    ).with_metrics(
+        {
+            "value/mean": Metric.mean(float((values * mask).sum()), float(mask.sum())),
+            "value/explained_variance": explained,
+        }
+    )
 
 
 @estimate.register
@@ -108,7 +115,8 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         "reward/std": float(score.std()) if len(score) > 1 else 0.0,
         "response_tokens/mean": float(lengths.mean()),
         "response_tokens/max": float(lengths.max()),
-        "response_tokens/clip_fraction": sum(reason == "length" for reason in batch.values["finish_reason"]) / len(batch),
+        "response_tokens/clip_fraction": sum(reason == "length" for reason in batch.values["finish_reason"])
+        / len(batch),
         "prompt_tokens/mean": float(batch.lengths("prompt_ids").float().mean()),
     }
     if "old_log_probs" not in batch:

@@ -75,7 +75,7 @@ def _set_aside(folder: Path) -> Path | None:
 def _failed(run: Run, error: Exception) -> None:
     """One message that ends with the cause; the driver's own traceback goes to its log."""
     from flowrl.report import TrainingFailed
-    from flowrl.rewards.errors import RewardError
+    from flowrl.rewards.runner import RewardError
     from flowrl.single_controller import WorkerError
 
     log = run.folder / "logs" / "driver.log"

@@ -23,7 +23,9 @@ class Roles:
     `colocate`: every role in the processes of one pool. `split`: the critic in a pool of its own.
     """
 
-    def __init__(self, config: Config, cluster: Cluster, model: Path, shape: ModelShape, tokenizer: Tokenizer, stack: ExitStack) -> None:
+    def __init__(
+        self, config: Config, cluster: Cluster, model: Path, shape: ModelShape, tokenizer: Tokenizer, stack: ExitStack
+    ) -> None:
         self._config = config
         self._cluster = cluster
         self._model = str(model)

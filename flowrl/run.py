@@ -23,7 +23,7 @@ from flowrl.console import StepConsole
 from flowrl.data.prompts import load_prompts
 from flowrl.data.seeds import expand
 from flowrl.data.tokenizer import load_tokenizer
-from flowrl.estimate import batch_metrics, estimate, ragged, reward_kl_coefficient
+from flowrl.estimate import batch_metrics, estimate, ragged, reward_kl_coefficient, scores
 from flowrl.protocol import DataProto
 from flowrl.report import StepReport
 from flowrl.rewards.runner import RewardResult, RewardRunner
@@ -90,12 +90,17 @@ class Run:
         self._train = load_prompts(config.data.train_files, config.data, self.tokenizer, seed=config.trainer.seed)
         self._held_out: DataProto | None = None
         if config.data.eval_files and config.trainer.eval_every:
-            table = load_prompts(config.data.eval_files, config.data, self.tokenizer, seed=config.trainer.seed, held_out=True)
+            table = load_prompts(
+                config.data.eval_files, config.data, self.tokenizer, seed=config.trainer.seed, held_out=True
+            )
             self._held_out = expand(table.eval_batch(config.data.eval_prompts), 1, config.trainer.seed, step=0)
-        self._rewards = stack.enter_context(RewardRunner(config.reward))
-        self._rewards.check(self._train.step(1).values["row"][0])
+        self._rewards = stack.enter_context(RewardRunner(config.reward, self.folder / "logs" / "rewards.log"))
+        first = self._train.step(1).values
+        self._rewards.check(first["row"][0], first["prompt"][0])
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stack.__exit__(kind, error, trace)
 
     # The roles
@@ -132,8 +137,12 @@ class Run:
         """Grades the responses: column `score` [N] float32, value `response` (the text that was graded)."""
         with self.clock.phase("reward", self.step):
             texts, result = self._grade(batch)
-            score = torch.as_tensor(np.asarray(result.scores, dtype=np.float32))
-            return DataProto({"score": score}, values={"response": texts}, metrics=result.metrics, row_ids=batch.row_ids)
+            return DataProto(
+                {"score": torch.from_numpy(result.scores)},
+                values={"response": texts},
+                metrics=result.metrics,
+                row_ids=batch.row_ids,
+            )
 
     def advantages(self, batch: DataProto) -> DataProto:
         """`batch` with `advantages` (and `returns`), by the configured algorithm."""
@@ -146,7 +155,11 @@ class Run:
             if isinstance(self.config.kl, AdaptiveKL):
                 self.report.add({"kl/coefficient": self._kl_coefficient})
                 self._kl_coefficient = adaptive_coefficient(
-                    self._kl_coefficient, metrics["kl/reference"], self.config.kl.target, self.config.kl.horizon, len(batch)
+                    self._kl_coefficient,
+                    metrics["kl/reference"],
+                    self.config.kl.target,
+                    self.config.kl.horizon,
+                    len(batch),
                 )
             return estimated
 
@@ -188,7 +201,12 @@ class Run:
 
     def _grade(self, batch: DataProto) -> tuple[list[str], RewardResult]:
         texts = [self.tokenizer.decode(ids.tolist()) for ids in ragged(batch, "response_ids", "grading").rows()]
-        return texts, self._rewards.score(batch.values["prompt"], texts, batch.values["row"], batch.row_ids)
+        result = self._rewards.score(batch.values["prompt"], texts, batch.values["row"], batch.row_ids)
+        if result.num_errors:
+            self.console.warn(
+                f"{result.num_errors} of {len(batch)} rows could not be graded; the first: {result.first_error}"
+            )
+        return texts, result
 
     # The end of a step and of the run
 
@@ -207,15 +225,21 @@ class Run:
         limit = self.config.rollout.logprob_diff_warn
         if metrics.get("rollout/logprob_diff_mean", 0.0) > limit:
             difference = metrics["rollout/logprob_diff_mean"]
-            self.console.warn(f"mean |trainer - rollout| log-prob {difference:.3g} is over rollout.logprob_diff_warn={limit:g}")
+            self.console.warn(
+                f"mean |trainer - rollout| log-prob {difference:.3g} is over rollout.logprob_diff_warn={limit:g}"
+            )
 
     def _samples(self, count: int) -> Iterator[dict[str, object]]:
-        batch = self._batch
-        for i in range(min(count, len(batch))):
+        values = self._batch.values
+        rewards = scores(self._batch, "writing samples").tolist()
+        for i, row_id in enumerate(self._batch.row_ids[:count]):
             yield {
-                "id": batch.row_ids[i], "prompt": batch.values["prompt"][i], "response": batch.values["response"][i],
-                "reward": float(batch["score"][i]), "finish_reason": batch.values["finish_reason"][i],
-            }  # fmt: skip
+                "id": row_id,
+                "prompt": values["prompt"][i],
+                "response": values["response"][i],
+                "reward": rewards[i],
+                "finish_reason": values["finish_reason"][i],
+            }
 
     def finish(self) -> None:
         """Says where everything is, first and last reward, and draws the curve."""
@@ -226,5 +250,9 @@ class Run:
             if series:
                 last = [value for _, value in series[-5:]] if name == "reward/mean" else [series[-1][1]]
                 over = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
-                self.console.message(f"{title}: {series[0][1]:.3f} at step {series[0][0]}, {np.mean(last):.3f} at the end{over}")
-        self.console.message(f"run: {self.folder} (metrics.jsonl, samples/, logs/, config.yaml, {picture.name if picture else ''})")
+                self.console.message(
+                    f"{title}: {series[0][1]:.3f} at step {series[0][0]}, {np.mean(last):.3f} at the end{over}"
+                )
+        self.console.message(
+            f"run: {self.folder} (metrics.jsonl, samples/, logs/, config.yaml, {picture.name if picture else ''})"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,14 +27,14 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class WeightsAndBiases:
@@ -41,7 +42,7 @@ class WeightsAndBiases:
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
         try:
-            import wandb
+            wandb = importlib.import_module("wandb")
         except ImportError:
             raise ValueError(
                 "trainer.loggers has wandb, which is not installed: pip install 'flowrl[wandb]', "

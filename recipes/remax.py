@@ -8,6 +8,7 @@ Its dataflow differs from PPO's: each step generates twice, and the baseline is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,9 @@ from flowrl.config.schema import KL, Algorithm
 from flowrl.estimate import estimate, per_sequence, scores, shaped_rewards
 from flowrl.launch import launch
 from flowrl.protocol import Metric
-from flowrl.run import Run
+
+if TYPE_CHECKING:
+    from flowrl.run import Run
 
 
 @dataclass(frozen=True)

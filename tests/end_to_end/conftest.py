@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,9 @@ class Command:
     def environment(self, mark: str) -> dict[str, str]:
         return {**os.environ, MARK: mark}
 
-    def __call__(self, *overrides: str, module: str = "flowrl.main_ppo", name: str = "run", timeout: float = 300) -> Finished:
+    def __call__(
+        self, *overrides: str, module: str = "flowrl.main_ppo", name: str = "run", timeout: float = 300
+    ) -> Finished:
         mark, folder = uuid.uuid4().hex, self.folder / name
         started = time.monotonic()
         done = subprocess.run(

@@ -46,7 +46,11 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name in ("split", "train_pp2_rollout_tp2") else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "layout",
+    [
+        name if name in ("split", "train_pp2_rollout_tp2") else pytest.param(name, marks=pytest.mark.slow)
+        for name in LAYOUTS
+    ],
 )
 def test_three_steps_of_ppo_report_every_metric_of_the_contract(flowrl: Command, layout: str) -> None:
     run = flowrl(*SMALL, *LAYOUTS[layout])
@@ -84,8 +88,12 @@ def test_ppo_learns_the_built_in_task(flowrl: Command, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "overrides", "bar"), [("flowrl.main_ppo", ("algorithm=grpo",), 0.9), ("recipes.remax", (), 0.8)])
-def test_algorithms_without_a_critic_learn_it_too(flowrl: Command, module: str, overrides: tuple[str, ...], bar: float) -> None:
+@pytest.mark.parametrize(
+    ("module", "overrides", "bar"), [("flowrl.main_ppo", ("algorithm=grpo",), 0.9), ("recipes.remax", (), 0.8)]
+)
+def test_algorithms_without_a_critic_learn_it_too(
+    flowrl: Command, module: str, overrides: tuple[str, ...], bar: float
+) -> None:
     run = flowrl(*overrides, module=module, timeout=600)
     check(run, EVERY_RUN, WITH_CRITIC)
     assert last_rewards(run)[0] >= bar
@@ -98,7 +106,9 @@ def test_algorithms_without_a_critic_learn_it_too(flowrl: Command, module: str, 
         (("+trainer.total_stepz=3",), ("trainer.total_stepz", "trainer.total_steps")),
     ],
 )
-def test_a_wrong_configuration_is_one_message_and_exit_2(flowrl: Command, overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_a_wrong_configuration_is_one_message_and_exit_2(
+    flowrl: Command, overrides: tuple[str, ...], words: tuple[str, ...]
+) -> None:
     run = flowrl(*overrides, timeout=60)
     assert run.code == 2
     assert all(word in run.err for word in words), run.err
