@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import FAMILIES, VOCAB, make_model
 
 from flowrl.protocol import DataProto, Ragged
-from models import FAMILIES, VOCAB, make_model
 
 
 @pytest.fixture(scope="session")

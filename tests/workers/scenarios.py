@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import VOCAB
 
+from flowrl.algorithms.losses import TokenOutputs
 from flowrl.config.model_shape import read_model_shape
 from flowrl.config.schema import (
     KL,
     ActorConfig,
     CriticConfig,
-    EngineConfig,
+    LossKL,
     NoKL,
     OptimConfig,
     ReferenceConfig,
     TrainLayout,
 )
-from flowrl.protocol import DataProto, merge_metrics
+from flowrl.protocol import DataProto, Ragged, merge_metrics
+from flowrl.resharding.families import EMBEDDING
 from flowrl.single_controller.dispatch import neighbouring_rows
 from flowrl.single_controller.worker import Place, construct
 from flowrl.workers.actor import ActorWorker
 from flowrl.workers.critic import CriticWorker
 from flowrl.workers.engine import Engine
+from flowrl.workers.export import export_folder
 from flowrl.workers.reference import ReferenceWorker
+from flowrl.workers.vocabulary import token_outputs
 from flowrl.workers.weights import ModelWeights, global_name
-
-from models import VOCAB
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Cell:
     recompute: bool = False
 
 
+NO_KL = NoKL()
 OPTIM = OptimConfig(lr=1e-2, eps=1e-5, clip_grad=1.0)
 
 
@@ -71,7 +76,7 @@ def place() -> Place:
 
 
 def actor(
-    folder: Path, cell: Cell, *, kl: KL = NoKL(), temperature: float = 1.0, num_ids: int = VOCAB, total_steps: int = 8, **config: Any
+    folder: Path, cell: Cell, *, kl: KL = NO_KL, temperature: float = 1.0, num_ids: int = VOCAB, total_steps: int = 8, **config: Any
 ) -> ActorWorker:
     settings = ActorConfig(**{"optim": OPTIM, **engine_settings(cell), **config})
     return construct(
@@ -195,6 +200,133 @@ def update_cells(folder: Path, cells: Sequence[Cell], batch: DataProto, config: 
     return results
 
 
-def export_cells(folder: Path, cells: Sequence[Cell], target: Path) -> None:
+def export_cells(folder: Path, cells: Sequence[Cell], target: Path, bucket_bytes: int = 1 << 20) -> None:
     for number, cell in enumerate(cells):
-        actor(folder, cell).export(str(target / str(number)))
+        export_folder(actor(folder, cell)._engine, str(target / str(number)), bucket_bytes)
+
+
+def value_batch() -> DataProto:
+    """Two rows with returns, for a critic."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [5, 3]
+    ids = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+    return DataProto(
+        {
+            "prompt_ids": Ragged.from_rows(ids),
+            "response_ids": Ragged.from_rows(ids),
+            "returns": Ragged.from_rows([torch.randn(length, generator=generator) for length in lengths]),
+        }
+    )
+
+
+def critic_round_trip(folder: Path, target: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of a critic that learned once, and of one that was read from its export in another layout."""
+    batch = value_batch()
+    role = critic(folder, Cell(pp=2))
+    batch = batch.union(call(role, role.values, batch))
+    call(role, role.update, batch)
+    before = call(role, role.values, batch)["old_values"]
+    role.export(str(target))
+    again = critic(target, Cell(pp=2))
+    after = call(again, again.values, batch)["old_values"]
+    return before.values, after.values
+
+
+def critic_cells(folder: Path, cells: Sequence[Cell], batch: DataProto) -> list[dict[str, Any]]:
+    """Per cell: two updates of a critic, its values before, between and after, and the trunk's weights."""
+    results = []
+    for cell in cells:
+        role = critic(folder, cell)
+        values = [call(role, role.values, batch)["old_values"].values]
+        metrics = []
+        for _ in range(2):
+            ready = batch.union(call(role, role.values, batch))
+            metrics.append(figures(call(role, role.update, ready)))
+            values.append(call(role, role.values, batch)["old_values"].values)
+        results.append({"values": values, "metrics": metrics, "weights": whole_weights(role._engine)})
+    return results
+
+
+def flat_update(folder: Path, cell: Cell, batch: DataProto) -> dict[str, Any]:
+    """A real update, then one whose advantages are all zero: what the second one changed, and its metrics."""
+    role = actor(folder, cell)
+    batch = batch.union(call(role, role.log_probs, batch))
+    call(role, role.update, batch)
+    before = local_state(role._engine)
+    flat = batch.drop("advantages").with_columns(
+        advantages=Ragged.from_lengths(torch.zeros(int(batch.lengths("response_ids").sum())), batch.lengths("response_ids"))
+    )
+    metrics = figures(call(role, role.update, flat))
+    same = all(torch.equal(a, b) for a, b in zip(before, local_state(role._engine), strict=True))
+    return {"same": same, "metrics": metrics}
+
+
+def bad_loss(outputs: TokenOutputs, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Not a number on the last rank only."""
+    broken = dist.get_rank() == dist.get_world_size() - 1
+    return outputs.log_probs * (float("nan") if broken else 1.0), {}
+
+
+def bad_update(folder: Path, cell: Cell, batch: DataProto) -> dict[str, Any]:
+    """A real update, one with a gradient that is not a number, a real one again."""
+    role = actor(folder, cell)
+    batch = batch.union(call(role, role.log_probs, batch))
+    call(role, role.update, batch)
+    before = local_state(role._engine)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("flowrl.workers.optimizer").addHandler(handler)
+    metrics = figures(call(role, role.update, batch, bad_loss))
+    same = all(torch.equal(a, b) for a, b in zip(before, local_state(role._engine), strict=True))
+    after = figures(call(role, role.update, batch))
+    finite = all(bool(torch.isfinite(t).all()) for t in local_state(role._engine))
+    return {"same": same, "metrics": metrics, "after": after, "finite": finite, "log": records}
+
+
+def on_policy(folder: Path, cells: Sequence[Cell], batch: DataProto) -> list[list[dict[str, float]]]:
+    """Per cell: metrics of two updates with one set of old log-probs, KL to a reference among them."""
+    results = []
+    for cell in cells:
+        role = actor(folder, cell, kl=LossKL(coefficient=0.1), temperature=0.7)
+        frozen = reference(folder, replace(cell, tp=1, pp=1, distributed_optimizer=False), temperature=0.7)
+        ready = batch.union(call(role, role.log_probs, batch), call(frozen, frozen.log_probs, batch))
+        results.append([figures(call(role, role.update, ready)) for _ in range(2)])
+    return results
+
+
+def tied_copies(folder: Path, batch: DataProto) -> list[torch.Tensor]:
+    """Embedding and head of a tied model in two pipeline stages after two updates; each rank returns what it holds."""
+    role = actor(folder, Cell(pp=2))
+    batch = batch.union(call(role, role.log_probs, batch))
+    for _ in range(2):
+        call(role, role.update, batch)
+    return [region.tensor.clone() for region in role.held_regions() if region.name == EMBEDDING]
+
+
+def vocabulary_shards(
+    logits: torch.Tensor, targets: torch.Tensor, num_valid: int, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs, entropy, and gradients of hidden and whole weight, with the vocabulary split over the ranks.
+
+    Hidden states are the logits and the head is the identity, so what the head computes are the logits."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    share = logits.shape[1] // world
+    hidden = logits.clone().requires_grad_()
+    weight = torch.eye(logits.shape[1])[rank * share : (rank + 1) * share].clone().requires_grad_()
+    log_probs, entropy = token_outputs(
+        hidden,
+        weight,
+        targets,
+        first_id=rank * share,
+        num_valid=num_valid,
+        temperature=0.5,
+        group=dist.group.WORLD,
+        chunk_tokens=chunk,
+    )
+    (log_probs.sum() + 0.3 * entropy.square().sum()).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    dist.all_reduce(hidden.grad)
+    whole = [torch.empty_like(weight) for _ in range(world)]
+    dist.all_gather(whole, weight.grad)
+    return log_probs.detach(), entropy.detach(), hidden.grad, torch.cat(whole)
