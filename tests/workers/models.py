@@ -1,9 +1,13 @@
-"""Tiny random Hugging Face models: hidden 64, 4 heads of 32, 2 key/value heads, prime vocabulary 131, float32."""
+"""Batches, and tiny random Hugging Face models: hidden 64, 4 heads of 32, 2 key/value heads, prime vocabulary 131, float32."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from flowrl.protocol import DataProto, Ragged
 
 VOCAB = 131
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -11,7 +15,6 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 def make_model(folder: Path, family: str = "Llama", *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
     """Write the model and return its folder."""
-    import torch
     import transformers
 
     settings: dict[str, Any] = dict(
@@ -46,3 +49,20 @@ def make_model(folder: Path, family: str = "Llama", *, seed: int = 0, dtype: str
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"stands": "for any file"}')
     return folder
+
+
+def make_batch(lengths: list[tuple[int, int]], seed: int = 0) -> DataProto:
+    """Rows of random ids with (prompt, response) lengths, and advantages of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(length: int) -> torch.Tensor:
+        return torch.randint(0, VOCAB, (length,), generator=generator)
+
+    return DataProto(
+        {
+            "prompt_ids": Ragged.from_rows([ids(prompt) for prompt, _ in lengths], dtype=torch.int64),
+            "response_ids": Ragged.from_rows([ids(response) for _, response in lengths], dtype=torch.int64),
+            "advantages": Ragged.from_rows([torch.randn(r, generator=generator) for _, r in lengths]),
+        },
+        row_ids=[f"row{i}" for i in range(len(lengths))],
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_batch
+from models import make_batch
 from processes import run
 from scenarios import (
     OPTIM,

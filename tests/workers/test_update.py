@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_batch
-from models import VOCAB
+from models import VOCAB, make_batch
 from processes import run
 from scenarios import OPTIM, Cell, update_cells
 
