@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -48,7 +49,7 @@ class StepConsole:
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self.console = console or Console(stderr=False, highlight=False, soft_wrap=True)
         self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS_SHOWN)
-        self._foot = ""
+        self._foot: list[Text] = []
         self._total_steps = total_steps
         self._started = time.monotonic()
         self._live: Live | None = None
@@ -92,12 +93,12 @@ class StepConsole:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a finished step."""
         values = [form.format(metrics[name]) if name in metrics else "" for _, name, form in COLUMNS]
-        self._foot = "; ".join(part for part in (seconds_phrase(metrics), reshard_phrase(metrics)) if part)
+        self._foot = [Text(part) for part in (seconds_phrase(metrics), reshard_phrase(metrics)) if part]
         if not self.console.is_terminal:
             shown = [f"{title} {value}" for (title, _, _), value in zip(COLUMNS, values, strict=True) if value]
             left = (time.monotonic() - self._started) / step * (self._total_steps - step)
             self.message(
-                f"step {step}/{self._total_steps}  " + "  ".join(shown) + f"  left {left:.0f} s  ({self._foot})"
+                f"step {step}/{self._total_steps}  " + "  ".join(shown) + f"  left {left:.0f} s  ({'; '.join(part.plain for part in self._foot)})"
             )
             return
         self._rows.append((str(step), *values))
@@ -119,7 +120,7 @@ class StepConsole:
             table.add_column(title, justify="right")
         for row in self._rows:
             table.add_row(*row)
-        return Group(table, self._foot, self._progress)
+        return Group(table, *self._foot, self._progress)
 
     def close(self) -> None:
         """Ends the live view; the last table stays on the screen. Idempotent."""
