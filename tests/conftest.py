@@ -9,13 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from flowrl.single_controller import Cluster, ResourcePool, WorkerGroup
+
+# No deadline: two cores shared with worker processes make single examples slow without meaning anything.
+settings.register_profile("flowrl", deadline=None, max_examples=50)
+settings.load_profile("flowrl")
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(address="local", log_dir=tmp_path_factory.mktemp("worker-logs"), object_store_bytes=256 << 20) as started:
+    with Cluster(
+        address="local", log_dir=tmp_path_factory.mktemp("worker-logs"), object_store_bytes=256 << 20
+    ) as started:
         yield started
 
 

@@ -189,7 +189,7 @@ class Stored:
         """Rows by position; blocks that no row needs any more are let go."""
         index = self.index[indices]
         starts = self.starts
-        owner = torch.bucketize(index, starts[1:], right=True)
+        owner = owner_of(index, starts)
         used = sorted(set(owner.tolist())) or [0]
         if len(used) == len(self.blocks):
             return Stored(self.blocks, index)
@@ -214,14 +214,14 @@ class Stored:
                     total += block.num_rows
                 new_starts.append(start_of[id(block)])
             shift = torch.tensor(new_starts, dtype=torch.int64) - part.starts[:-1]
-            owner = torch.bucketize(part.index, part.starts[1:], right=True)
+            owner = owner_of(part.index, part.starts)
             indices.append(part.index + shift[owner] if len(part.index) else part.index)
         return Stored(tuple(blocks), torch.cat(indices))
 
     def load(self) -> Column:
         """Read the needed blocks and put their rows together."""
         starts = self.starts
-        owner = torch.bucketize(self.index, starts[1:], right=True)
+        owner = owner_of(self.index, starts)
         pieces, positions = [], []
         for number, block in enumerate(self.blocks):
             mine = (owner == number).nonzero().flatten()
@@ -240,6 +240,12 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
+
+
+def owner_of(index: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Which block every row lies in: [N] int64. starts: [blocks + 1]."""
+    # By numpy: torch.bucketize wakes its thread pool for a few hundred numbers.
+    return torch.from_numpy(np.searchsorted(starts[1:].numpy(), index.numpy(), side="right"))
 
 
 def is_run(index: torch.Tensor) -> bool:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from flowrl.protocol.checks import MissingColumnError, Values, check_same_where_both, concat_parts, difference
 from flowrl.protocol.columns import (
     Column,
     Indices,
-    LocalBlock,
     Stored,
-    concat_columns,
     select_rows,
 )
 from flowrl.protocol.metric import Metric, merge_metrics
@@ -23,10 +22,6 @@ from flowrl.protocol.packing import pack, unpack
 
 PAD = "~pad/"
 """Ids of rows that ``pad_to_multiple`` added start with this."""
-
-
-class MissingColumnError(ValueError):
-    """A column that the code asks for is not in the batch."""
 
 
 class DataProto:
@@ -114,7 +109,7 @@ class DataProto:
 
     @property
     def values(self) -> Mapping[str, list[Any]]:
-        return _Values(self._values)
+        return Values(self._values)
 
     @property
     def meta(self) -> Mapping[str, Any]:
@@ -226,12 +221,12 @@ class DataProto:
 
     def _union(self, other: DataProto) -> DataProto:
         if self.row_ids != other.row_ids:
-            raise ValueError(f"union of different rows: {_difference(self.row_ids, other.row_ids)}")
+            raise ValueError(f"union of different rows: {difference(self.row_ids, other.row_ids)}")
         mine, theirs = {*self._columns, *self._values}, {*other._columns, *other._values}
         if mine & theirs:
             raise ValueError(f"union would have two of each of {sorted(mine & theirs)}; drop() or select() first")
         for what, a, b in (("meta", self._meta, other._meta), ("metrics", self._metrics, other._metrics)):
-            _same_where_both(what, a, b)
+            check_same_where_both(what, a, b)
         batch = self._with(
             {**self._columns, **other._columns},
             {**self._values, **other._values},
@@ -313,9 +308,9 @@ class DataProto:
                     f"concat of different tables: {sorted([*first.names, *first.value_names])} "
                     f"and {sorted([*other.names, *other.value_names])}"
                 )
-            _same_where_both("meta", first._meta, other._meta)
+            check_same_where_both("meta", first._meta, other._meta)
         return cls(
-            {name: _concat([batch._columns[name] for batch in batches], name) for name in first.names},
+            {name: concat_parts([batch._columns[name] for batch in batches], name) for name in first.names},
             values={name: [x for batch in batches for x in batch._values[name]] for name in first.value_names},
             meta={name: x for batch in batches for name, x in batch._meta.items()},
             metrics=merge_metrics(batch._metrics for batch in batches),
@@ -381,34 +376,3 @@ class DataProto:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._columns = {name: unpack(column) for name, column in state["_columns"].items()}
-
-
-class _Values(dict[str, list[Any]]):
-    """Per-row values by name, with an error that says what there is."""
-
-    def __missing__(self, name: str) -> list[Any]:
-        raise MissingColumnError(f"per-row values {name!r} are not in this batch; it has {sorted(self)}")
-
-
-def _concat(parts: Iterable[Column | Stored], name: str) -> Column | Stored:
-    parts = list(parts)
-    local = [part for part in parts if not isinstance(part, Stored)]
-    try:
-        if len(local) == len(parts):
-            return concat_columns(local)
-        return Stored.concat([p if isinstance(p, Stored) else Stored.whole(LocalBlock(p)) for p in parts])
-    except ValueError as error:
-        raise ValueError(f"column {name!r}: {error}") from error
-
-
-def _same_where_both(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
-    for name in a.keys() & b.keys():
-        if a[name] is not b[name] and a[name] != b[name]:
-            raise ValueError(f"{what} {name!r} differs: {a[name]!r} and {b[name]!r}")
-
-
-def _difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
-    if len(mine) != len(theirs):
-        return f"{len(mine)} and {len(theirs)} rows"
-    i = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-    return f"row {i} is {mine[i]!r} in one and {theirs[i]!r} in the other"

@@ -69,12 +69,16 @@ class Cluster:
         keep_ray_off_the_console()
         address = address or os.environ.get("RAY_ADDRESS") or None
         if ray.is_initialized():
-            where = f"joined {ray.get_runtime_context().gcs_address} (this process was connected)"
+            connected = ray.get_runtime_context().gcs_address
+            if address not in (None, "auto", connected):
+                raise ValueError(f"cannot use Ray at {address}: this process is connected to {connected} already")
+            where = f"joined {connected} (this process was connected)"
         elif address is None or address == "local":
             self._start_local(num_cpus or usable_cpus(), object_store_bytes or default_object_store_bytes())
             where = "new local cluster"
         else:
-            self._join(address)
+            join(address)
+            self._joined = True
             where = f"joined {ray.get_runtime_context().gcs_address}"
         self.num_cpus = sum(node.total.get("CPU", 0.0) for node in self.nodes())
         self.banner = f"Ray: {where}, ray {ray.__version__}, Python {platform.python_version()}, {self.num_cpus:g} CPUs"
@@ -104,25 +108,6 @@ class Cluster:
         except BaseException:
             self.close()
             raise
-
-    def _join(self, address: str) -> None:
-        if address.startswith("ray://"):
-            raise ValueError(
-                f"cluster.address={address}: Ray's client mode is not supported; run on a node of the cluster"
-            )
-        if address != "auto":
-            _check_reachable(address)
-        try:
-            _init_ray(address=address)
-        except ConnectionError as error:
-            raise ValueError(
-                f"no Ray cluster answers at {address} (cluster.address or RAY_ADDRESS): {error}"
-            ) from error
-        except RuntimeError as error:
-            if "Version mismatch" not in str(error):
-                raise
-            raise ValueError(f"cannot join Ray at {address}: {' '.join(str(error).split())}") from error
-        self._joined = True
 
     # What it offers
 
@@ -184,6 +169,22 @@ class Cluster:
         self.close(graceful=kind is None)
 
 
+def join(address: str) -> None:
+    """Connect this process to a running Ray. Errors: ValueError when none answers there or versions differ."""
+    if address.startswith("ray://"):
+        raise ValueError(f"cluster.address={address}: Ray's client mode is not supported; run on a node of the cluster")
+    if address != "auto":
+        _check_reachable(address)
+    try:
+        _init_ray(address=address)
+    except ConnectionError as error:
+        raise ValueError(f"no Ray cluster answers at {address} (cluster.address or RAY_ADDRESS): {error}") from error
+    except RuntimeError as error:
+        if "Version mismatch" not in str(error):
+            raise
+        raise ValueError(f"cannot join Ray at {address}: {' '.join(str(error).split())}") from error
+
+
 def _init_ray(**options: Any) -> None:
     """Ray replaces the handlers of signals; a driver that handles them keeps its own."""
     handlers = {each: signal.getsignal(each) for each in STOP_SIGNALS}
@@ -192,7 +193,9 @@ def _init_ray(**options: Any) -> None:
     finally:
         if threading.current_thread() is threading.main_thread():
             for each, handler in handlers.items():
-                signal.signal(each, handler)
+                # None: set outside Python, which cannot be put back from here.
+                if handler is not None:
+                    signal.signal(each, handler)
 
 
 def _start_reaper(temp_dir: str) -> subprocess.Popen[bytes]:

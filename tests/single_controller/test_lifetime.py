@@ -1,0 +1,148 @@
+"""Starting, joining and ending: what a run leaves behind, and how it says that it cannot start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import ray
+
+from flowrl.single_controller import Cluster, ResourcePool, ray_private
+from flowrl.single_controller import cluster as cluster_module
+from flowrl.single_controller.reaper import marked_processes
+from flowrl.single_controller.signals import Stopped, stop_signals
+
+SCRIPT = Path(__file__).with_name("driver_script.py")
+ROOT = SCRIPT.parents[2]
+
+
+def start_driver(mode: str, mark: str, **env: str) -> subprocess.Popen[str]:
+    name, _, value = mark.partition("=")
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **env, name: value}
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), mode],
+        env=variables,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def new_mark() -> str:
+    return f"FLOWRL_TEST={uuid.uuid4().hex}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "signum", "code"),
+    [("stay", signal.SIGINT, 130), ("stay", signal.SIGTERM, 143), ("stay", signal.SIGKILL, -9), ("raise", None, 1)],
+)
+def test_nothing_is_left_however_the_driver_ends(mode, signum, code):
+    """RAY-03: one signal is enough; within 15 s no process of the run and none of its files in shared memory or /tmp."""
+    mark, shared = new_mark(), set(os.listdir("/dev/shm"))
+    driver = start_driver(mode, mark, RAY_ADDRESS="")
+    assert "new local cluster" in driver.stdout.readline()
+    assert "sum 3.0" in driver.stdout.readline()
+    folders = {
+        e.split("=", 1)[1]
+        for pid in marked_processes(mark)
+        for e in environment(pid)
+        if e.startswith("FLOWRL_CLUSTER=")
+    }
+    ours = {name for name in os.listdir("/dev/shm") if "plasma" in name or "ray" in name} - shared
+    if signum is not None:
+        driver.send_signal(signum)
+    start = time.monotonic()
+    _, errors = driver.communicate(timeout=30)
+    assert driver.returncode == code, errors
+    while (left := marked_processes(mark)) and time.monotonic() - start < 15:
+        time.sleep(0.2)
+    assert not left
+    assert not [name for name in ours if os.path.exists(f"/dev/shm/{name}")]
+    deadline = time.monotonic() + 5
+    while any(map(os.path.exists, folders)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert folders and not any(map(os.path.exists, folders))
+
+
+def environment(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text().split("\0")
+    except OSError:
+        return []
+
+
+def test_two_runs_join_one_ray_at_once_and_leave_it_up(cluster: Cluster):
+    """RAY-02, RAY-06: same second, same names, one machine: both work, say what they joined, and Ray stays up."""
+    address, mark = ray.get_runtime_context().gcs_address, new_mark()
+    drivers = [start_driver("once", mark, RAY_ADDRESS=address) for _ in range(2)]
+    for driver in drivers:
+        output, errors = driver.communicate(timeout=120)
+        assert driver.returncode == 0, errors
+        assert f"joined {address}, ray {ray.__version__}, Python" in output and "sum 3.0" in output
+    assert not marked_processes(mark)
+    assert cluster.nodes()
+
+
+def test_held_devices_are_waited_for_and_then_named(pool, cluster: Cluster):
+    """RAY-04: another pool holds CPUs: a bounded wait, then the arithmetic."""
+    pool(1)
+    with pytest.raises(ValueError, match=r"(?s)asks for 1 devices.*free\).*waited \d+ s"):
+        ResourcePool(cluster, name="late", cpus_per_device=cluster.num_cpus, placement_timeout_seconds=1)
+    with pytest.raises(ValueError, match="no node has a GPU: use cluster.device=cpu"):
+        ResourcePool(cluster, name="gpu", device="cuda")
+    with pytest.raises(ValueError, match="there is room for"):
+        ResourcePool(cluster, name="wide", devices=3, cpus_per_device=cluster.num_cpus)
+
+
+def test_dead_address_is_one_clear_error_in_seconds():
+    """RAY-06: RAY_ADDRESS of a Ray that is gone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=f"no Ray cluster answers at 127.0.0.1:{port}.*RAY_ADDRESS.*unset it"):
+        cluster_module.join(f"127.0.0.1:{port}")
+    assert time.monotonic() - start < 10
+    with pytest.raises(ValueError, match="not host:port"):
+        cluster_module.join("nonsense")
+
+
+def test_version_mismatch_is_one_line(monkeypatch):
+    """RAY-06: joining a Ray of another version."""
+
+    def mismatch(**options: object) -> None:
+        raise RuntimeError(
+            "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\nThis process:\n    Ray: 2.60.0"
+        )
+
+    monkeypatch.setattr(cluster_module, "_check_reachable", lambda address: None)
+    monkeypatch.setattr(ray, "init", mismatch)
+    with pytest.raises(ValueError) as caught:
+        cluster_module.join("10.0.0.1:6379")
+    assert "2.9.0" in str(caught.value) and "2.60.0" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_signals_become_stopped_with_the_exit_code():
+    with pytest.raises(Stopped) as caught, stop_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    assert caught.value.exit_code == 143
+    with pytest.raises(KeyboardInterrupt), stop_signals():
+        raise KeyboardInterrupt
+
+
+def test_ray_private_parts_are_what_they_were(cluster: Cluster):
+    """Fails when Ray changes what `ray_private` relies on."""
+    node = cluster.nodes()[0]
+    assert set(ray_private.free_resources()) == {n.node_id for n in cluster.nodes()} and "CPU" in node.free
+    assert ray_private.serialized_bytes(bytes(100_000)) >= 100_000
+    ray_private.keep_ray_off_the_console()
