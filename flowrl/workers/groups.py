@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection  # type: ignore[import-untyped]
 
@@ -79,8 +81,15 @@ def embedding_ranks(grid: Ranks) -> tuple[list[tuple[int, ...]], list[tuple[int,
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The group of these ranks, made once per process: all ranks must ask for all groups in one order."""
     if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(ranks))
+        _groups[ranks] = dist.new_group(list(ranks), timeout=_timeout())
     return _groups[ranks]
+
+
+def _timeout() -> timedelta:
+    """How long the default group waits: new groups would take the backend's default instead."""
+    device = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+    timeout: timedelta = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device)).options._timeout
+    return timeout
 
 
 def _mine(rank_lists: list[tuple[int, ...]]) -> dist.ProcessGroup | None:

@@ -132,18 +132,19 @@ class TokenColumns(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self:
             raise KeyError(name)
-        column, lengths = self._batch[name], self._batch.lengths("response_ids")
+        column, index = self._batch[name], torch.tensor(list(self._rows), dtype=torch.int64)
+        lengths = self._batch.lengths("response_ids")[index]
         if isinstance(column, Ragged):
-            for row in self._rows:
-                if column.lengths[row] != lengths[row]:
-                    raise ValueError(
-                        f"row {self._batch.row_ids[row]}: column {name} has {int(column.lengths[row])} values for "
-                        f"{int(lengths[row])} response tokens"
-                    )
-            values = column.select(self._rows).values
+            own = column.lengths[index]
+            wrong = (own != lengths).nonzero().flatten().tolist()
+            if wrong:
+                raise ValueError(
+                    f"row {self._batch.row_ids[self._rows[wrong[0]]]}: column {name} has {int(own[wrong[0]])} values for "
+                    f"{int(lengths[wrong[0]])} response tokens"
+                )
+            values = column.select(index).values
         elif column.dim() == 1:
-            index = torch.tensor(list(self._rows), dtype=torch.int64)
-            values = torch.repeat_interleave(column[index], lengths[index])
+            values = torch.repeat_interleave(column[index], lengths)
         else:
             raise ValueError(f"column {name} has shape {tuple(column.shape)}; a loss takes [N] or one value per token")
         return values.to(self._device)

@@ -31,5 +31,6 @@ def step_metrics(prefix: str, result: TrainResult, *, first_replica: bool) -> di
 def token_metrics(
     stats: Mapping[str, TokenStats], num_tokens: int, names: Mapping[str, str], prefix: str
 ) -> dict[str, Metric]:
-    """Means over response tokens, under their metric names."""
-    return {names.get(name, f"{prefix}/{name}"): Metric.mean(value.total, num_tokens) for name, value in stats.items()}
+    """Means over response tokens, under their metric names; a name of its own with a slash is kept as it is."""
+    shown = {name: names.get(name, name if "/" in name else f"{prefix}/{name}") for name in stats}
+    return {shown[name]: Metric.mean(value.total, num_tokens) for name, value in stats.items()}
