@@ -106,7 +106,10 @@ class ActorWorker(Worker):
         result = self._engine.train(batch, token_loss, self._config.aggregation)
         metrics = step_metrics("policy", result, first_replica=self._engine.at.dp == 0)
         metrics |= token_metrics(
-            {name: stats for name, stats in result.stats.items() if name != "ratio"}, result.num_tokens, REPORTED, "policy"
+            {name: stats for name, stats in result.stats.items() if name != "ratio"},
+            result.num_tokens,
+            REPORTED,
+            "policy",
         )
         if "ratio" in result.stats:
             metrics["policy/ratio_min"] = Metric.min(result.stats["ratio"].least)

@@ -135,9 +135,7 @@ class Engine:
         self._model = DistributedDataParallel(self._settings, ddp, self._model, pg_collection=self.groups)
         self._settings.finalize_model_grads_func = _finalize_gradients
         dtype = DTYPES[self._config.dtype]
-        return Optimizer(
-            self._model, self.groups, optim, dtype=dtype, distributed=distributed, total_steps=total_steps
-        )
+        return Optimizer(self._model, self.groups, optim, dtype=dtype, distributed=distributed, total_steps=total_steps)
 
     @property
     def position(self) -> MeshPosition:
@@ -194,7 +192,11 @@ class Engine:
         if num_tokens == 0:
             return result
         weights = row_weights(
-            lengths, aggregation, num_tokens=num_tokens, num_rows=num_rows, max_tokens=_response_limit(batch, aggregation)
+            lengths,
+            aggregation,
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            max_tokens=_response_limit(batch, aggregation),
         )
         with cuda_on_cpu.active():
             self._optimizer.zero_grad()

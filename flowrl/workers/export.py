@@ -39,4 +39,3 @@ def export_folder(engine: Engine, folder: str, bucket_bytes: int) -> None:
         writer.finish()
     # A rank that returns knows that the folder is there.
     dist.barrier()
-

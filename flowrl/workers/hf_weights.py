@@ -47,7 +47,9 @@ class HFFolder:
             return [self.path / name for name in names]
         files = [file for file in sorted(self.path.glob("*.safetensors")) if file.name != VALUE_HEAD_FILE]
         if not files:
-            raise ValueError(f"model folder {self.path} holds no .safetensors files; flowrl reads no other weight format")
+            raise ValueError(
+                f"model folder {self.path} holds no .safetensors files; flowrl reads no other weight format"
+            )
         return files
 
     def _slice(self, name: str) -> Any:

@@ -78,7 +78,9 @@ def make_microbatch(
     return MicroBatch(rows, token_ids.to(device), lengths, selection)
 
 
-def token_rows(batch: DataProto, max_tokens: int, num_ids: int) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor]]:
+def token_rows(
+    batch: DataProto, max_tokens: int, num_ids: int
+) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor]]:
     """(tokens per row, prompts, responses) of a batch, with a warning for rows over the budget.
 
     Errors: `ValueError` for an empty prompt and for ids outside the vocabulary of `num_ids`, with the row's id.

@@ -112,7 +112,9 @@ class ModelWeights:
     def held_regions(self) -> list[HeldRegion]:
         """Every box of a Hugging Face tensor that this rank holds, as a view of its parameter."""
         return [
-            HeldRegion(piece.tensor, piece.source, parameter.name, _view(self._parameters[parameter.name].data, piece.target))
+            HeldRegion(
+                piece.tensor, piece.source, parameter.name, _view(self._parameters[parameter.name].data, piece.target)
+            )
             for parameter in self._table
             for piece in parameter.pieces
         ]
@@ -139,7 +141,11 @@ class ModelWeights:
         and the ranks of other replicas have nothing to do; otherwise every rank gets them.
         """
         grid = rank_grid(dist.get_world_size(), self.layout)
-        place = {(pp, tp): int(grid[pp, self.at.dp, self.at.cp, tp]) for pp in range(grid.shape[0]) for tp in range(grid.shape[3])}
+        place = {
+            (pp, tp): int(grid[pp, self.at.dp, self.at.cp, tp])
+            for pp in range(grid.shape[0])
+            for tp in range(grid.shape[3])
+        }
         if reader is not None and reader not in place.values():
             return
         element = next(iter(self._parameters.values()))
@@ -166,7 +172,9 @@ class ModelWeights:
             for source in sources[origin]:
                 by_owner.setdefault(place[source.pp, source.tp], []).append((tensor.name, source))
         reads = reader is None or reader == me
-        whole = {t.name: torch.empty(t.shape, dtype=element.dtype, device=element.device) for t in bucket} if reads else {}
+        whole = (
+            {t.name: torch.empty(t.shape, dtype=element.dtype, device=element.device) for t in bucket} if reads else {}
+        )
         for owner, pieces in sorted(by_owner.items()):
             if not reads and owner != me:
                 continue

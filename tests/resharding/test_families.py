@@ -22,7 +22,14 @@ from flowrl.resharding.families import (
 
 
 def shape_of(
-    heads: int, kv_heads: int, *, layers: int = 2, vocab: int = 131, tied: bool = False, bias: bool = False, norm: bool = False
+    heads: int,
+    kv_heads: int,
+    *,
+    layers: int = 2,
+    vocab: int = 131,
+    tied: bool = False,
+    bias: bool = False,
+    norm: bool = False,
 ) -> ModelShape:
     return ModelShape(
         architecture="LlamaForCausalLM",
@@ -116,7 +123,9 @@ def test_gate_and_up_shares_of_a_rank_are_stacked() -> None:
     ]
 
 
-@pytest.mark.parametrize(("vocab", "tp", "padded"), [(131, 1, 192), (131, 2, 192), (131, 3, 192), (64, 1, 64), (65, 5, 320)])
+@pytest.mark.parametrize(
+    ("vocab", "tp", "padded"), [(131, 1, 192), (131, 2, 192), (131, 3, 192), (64, 1, 64), (65, 5, 320)]
+)
 def test_vocabulary_is_padded_to_a_multiple_of_64_and_the_ranks(vocab: int, tp: int, padded: int) -> None:
     assert padded_vocab_size(vocab, tp) == padded
 

@@ -12,7 +12,15 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.workers.engine_preload", "flowrl.workers.actor", "flowrl.workers.critic", "flowrl.workers.reference", "scenarios"])
+context.set_forkserver_preload(
+    [
+        "tests.workers.engine_preload",
+        "flowrl.workers.actor",
+        "flowrl.workers.critic",
+        "flowrl.workers.reference",
+        "scenarios",
+    ]
+)
 
 TIMEOUT_SECONDS = 120.0
 

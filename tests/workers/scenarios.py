@@ -56,9 +56,7 @@ OPTIM = OptimConfig(lr=1e-2, eps=1e-5, clip_grad=1.0)
 
 
 def layout_of(cell: Cell) -> TrainLayout:
-    return TrainLayout(
-        tp=cell.tp, pp=cell.pp, vpp=1, first_stage_layers=cell.first_stage_layers, cp=1, ep=1, etp=1
-    )
+    return TrainLayout(tp=cell.tp, pp=cell.pp, vpp=1, first_stage_layers=cell.first_stage_layers, cp=1, ep=1, etp=1)
 
 
 def engine_settings(cell: Cell) -> dict[str, Any]:
@@ -76,7 +74,14 @@ def place() -> Place:
 
 
 def actor(
-    folder: Path, cell: Cell, *, kl: KL = NO_KL, temperature: float = 1.0, num_ids: int = VOCAB, total_steps: int = 8, **config: Any
+    folder: Path,
+    cell: Cell,
+    *,
+    kl: KL = NO_KL,
+    temperature: float = 1.0,
+    num_ids: int = VOCAB,
+    total_steps: int = 8,
+    **config: Any,
 ) -> ActorWorker:
     settings = ActorConfig(**{"optim": OPTIM, **engine_settings(cell), **config})
     return construct(
@@ -94,8 +99,19 @@ def actor(
 
 
 def critic(folder: Path, cell: Cell, **config: Any) -> CriticWorker:
-    settings = CriticConfig(**{"optim": OPTIM, "aggregation": "token-mean", "minibatch_prompts": 1, "epochs": 1, **engine_settings(cell), **config})
-    return construct(CriticWorker, place(), str(folder), read_model_shape(folder), settings, total_optimizer_steps=8, seed=0)
+    settings = CriticConfig(
+        **{
+            "optim": OPTIM,
+            "aggregation": "token-mean",
+            "minibatch_prompts": 1,
+            "epochs": 1,
+            **engine_settings(cell),
+            **config,
+        }
+    )
+    return construct(
+        CriticWorker, place(), str(folder), read_model_shape(folder), settings, total_optimizer_steps=8, seed=0
+    )
 
 
 def reference(folder: Path, cell: Cell, temperature: float = 1.0) -> ReferenceWorker:
@@ -141,7 +157,9 @@ def figures(batch: DataProto) -> dict[str, float]:
 
 def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
     """All tensors by Hugging Face name, on every rank."""
-    return {name: tensor.clone() for bucket in engine.weights.gather(engine.hf_tensors, 20_000) for name, tensor in bucket}
+    return {
+        name: tensor.clone() for bucket in engine.weights.gather(engine.hf_tensors, 20_000) for name, tensor in bucket
+    }
 
 
 def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
@@ -174,7 +192,9 @@ def local_state(engine: Engine) -> list[torch.Tensor]:
     return tensors
 
 
-def log_probs_cells(folder: Path, cells: Sequence[Cell], batch: DataProto, temperature: float) -> list[list[torch.Tensor]]:
+def log_probs_cells(
+    folder: Path, cells: Sequence[Cell], batch: DataProto, temperature: float
+) -> list[list[torch.Tensor]]:
     """Per cell: [log-probs, entropy] of all response tokens in input order."""
     results = []
     for cell in cells:
@@ -254,14 +274,18 @@ def flat_update(folder: Path, cell: Cell, batch: DataProto) -> dict[str, Any]:
     call(role, role.update, batch)
     before = local_state(role._engine)
     flat = batch.drop("advantages").with_columns(
-        advantages=Ragged.from_lengths(torch.zeros(int(batch.lengths("response_ids").sum())), batch.lengths("response_ids"))
+        advantages=Ragged.from_lengths(
+            torch.zeros(int(batch.lengths("response_ids").sum())), batch.lengths("response_ids")
+        )
     )
     metrics = figures(call(role, role.update, flat))
     same = all(torch.equal(a, b) for a, b in zip(before, local_state(role._engine), strict=True))
     return {"same": same, "metrics": metrics}
 
 
-def bad_loss(outputs: TokenOutputs, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def bad_loss(
+    outputs: TokenOutputs, columns: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Not a number on the last rank only."""
     broken = dist.get_rank() == dist.get_world_size() - 1
     return outputs.log_probs * (float("nan") if broken else 1.0), {}

@@ -18,7 +18,9 @@ WEIGHTS = "model.safetensors"
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()
+    }
 
 
 def rewritten(folder: Path, target: Path, change: dict[str, torch.Tensor | None], **config: object) -> Path:
@@ -80,7 +82,9 @@ def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "tied"])
-def test_loaded_then_exported_folder_is_bit_identical(model_folder: dict[str, Path], tmp_path: Path, family: str) -> None:
+def test_loaded_then_exported_folder_is_bit_identical(
+    model_folder: dict[str, Path], tmp_path: Path, family: str
+) -> None:
     """PAR-05 (padding stays here), PAR-07 (a tied model has no head of its own), CKP-03 (other files as they are)."""
     folder = model_folder[family]
     cells = [Cell(tp=2), Cell(pp=2), Cell()]
@@ -112,7 +116,10 @@ def test_sharded_bfloat16_folder_survives_a_float32_engine_bit_for_bit(tmp_path:
         folder = tmp_path / "out" / str(number)
         exported = tensors_of(folder)
         assert len(list(folder.glob("*.safetensors"))) > 2
-        assert all(torch.equal(exported[name], tensor) and exported[name].dtype == tensor.dtype for name, tensor in original.items())
+        assert all(
+            torch.equal(exported[name], tensor) and exported[name].dtype == tensor.dtype
+            for name, tensor in original.items()
+        )
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         assert torch.equal(model.state_dict()["model.norm.weight"], original["model.norm.weight"])
 

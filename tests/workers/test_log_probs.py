@@ -55,7 +55,9 @@ def test_two_by_two_layout_gives_the_same_log_probs(model_folder: dict[str, Path
     check(model_folder["Qwen3"], batch, 4, [Cell(tp=2, pp=2), Cell(pp=2, first_stage_layers=1, budget=24)])
 
 
-def test_more_ranks_than_key_value_heads_give_the_same_log_probs(model_folder: dict[str, Path], batch: DataProto) -> None:
+def test_more_ranks_than_key_value_heads_give_the_same_log_probs(
+    model_folder: dict[str, Path], batch: DataProto
+) -> None:
     """PAR-04."""
     check(model_folder["Qwen3"], batch, 4, [Cell(tp=4)])
 
@@ -75,7 +77,9 @@ def test_more_ranks_than_key_value_heads_give_the_same_log_probs(model_folder: d
     ],
     ids=["linear", "llama3"],
 )
-def test_stretched_rotary_frequencies_agree_with_transformers(tmp_path: Path, batch: DataProto, rope: dict[str, Any]) -> None:
+def test_stretched_rotary_frequencies_agree_with_transformers(
+    tmp_path: Path, batch: DataProto, rope: dict[str, Any]
+) -> None:
     check(make_model(tmp_path / "model", rope_parameters=rope), batch, 1, [Cell()])
 
 

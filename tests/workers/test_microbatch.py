@@ -68,7 +68,11 @@ def test_ids_outside_the_vocabulary_and_empty_prompts_are_errors_with_the_row() 
     with pytest.raises(ValueError, match="row b holds token id 6; the model's vocabulary is 6"):
         token_rows(table(), 100, 6)
     with pytest.raises(ValueError, match="row 0 has an empty prompt"):
-        token_rows(DataProto({"prompt_ids": Ragged.from_rows([[]], torch.int64), "response_ids": Ragged.from_rows([[1]])}), 9, 9)
+        token_rows(
+            DataProto({"prompt_ids": Ragged.from_rows([[]], torch.int64), "response_ids": Ragged.from_rows([[1]])}),
+            9,
+            9,
+        )
 
 
 def test_row_over_the_budget_runs_alone_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

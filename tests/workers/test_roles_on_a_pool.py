@@ -20,7 +20,14 @@ ACTOR_KEYS = {
     "policy/loss", "policy/grad_norm", "policy/clip_fraction", "policy/entropy", "policy/ratio_min", "policy/ratio_max",
     "policy/skipped_steps", "policy/optimizer_steps", "policy/lr", "kl/approx", "kl/loss",
 }  # fmt: skip
-CRITIC_KEYS = {"value/loss", "value/grad_norm", "value/clip_fraction", "value/skipped_steps", "value/optimizer_steps", "value/lr"}
+CRITIC_KEYS = {
+    "value/loss",
+    "value/grad_norm",
+    "value/clip_fraction",
+    "value/skipped_steps",
+    "value/optimizer_steps",
+    "value/lr",
+}
 
 
 @pytest.fixture()

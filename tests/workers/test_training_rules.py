@@ -50,7 +50,9 @@ def test_gradient_that_is_not_finite_skips_the_step_on_all_ranks(
 
 
 @pytest.mark.parametrize("cell", [Cell(), Cell(tp=2, dtype="bfloat16")], ids=["dp2", "bf16-tp2"])
-def test_flat_advantages_leave_the_weights_bit_for_bit(model_folder: dict[str, Path], batch: DataProto, cell: Cell) -> None:
+def test_flat_advantages_leave_the_weights_bit_for_bit(
+    model_folder: dict[str, Path], batch: DataProto, cell: Cell
+) -> None:
     """ALG-02: even where moments of earlier steps would still move them."""
     for result in run(2, flat_update, model_folder["Llama"], cell, batch):
         assert result["same"]

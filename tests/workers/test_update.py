@@ -65,7 +65,9 @@ def hugging_face_update(folder: Path, batch: DataProto, aggregation: str = "toke
     lengths = batch.lengths("response_ids")
     weights = row_weights(lengths, aggregation, num_tokens=int(lengths.sum()), num_rows=len(batch), max_tokens=limit)
     total = torch.zeros(())
-    for row, (prompt, response) in enumerate(zip(batch["prompt_ids"].rows(), batch["response_ids"].rows(), strict=True)):
+    for row, (prompt, response) in enumerate(
+        zip(batch["prompt_ids"].rows(), batch["response_ids"].rows(), strict=True)
+    ):
         logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         outputs = TokenOutputs(*log_probs_and_entropy(logits, response, 1.0, VOCAB))
         columns = {name: batch[name].rows()[row] for name in ("old_log_probs", "advantages")}
@@ -109,7 +111,9 @@ def test_update_of_biased_and_tied_models_does_not_depend_on_the_layout(
     """PAR-07: the two copies of a tied embedding learn as one."""
     expected = hugging_face_update(model_folder[family], update_batch)
     cells = [Cell(tp=2), Cell(pp=2, budget=TWO), Cell(pp=2, distributed_optimizer=True), Cell()]
-    for cell, one in zip(cells, run(2, update_cells, model_folder[family], cells, update_batch, CONFIG)[0], strict=True):
+    for cell, one in zip(
+        cells, run(2, update_cells, model_folder[family], cells, update_batch, CONFIG)[0], strict=True
+    ):
         check(one, expected, cell)
 
 
@@ -146,7 +150,9 @@ def test_more_replicas_than_rows_learn_the_same(model_folder: dict[str, Path], u
     """PAR-02: a replica without rows takes part with weight zero."""
     one_row = update_batch.rows([0])
     expected = hugging_face_update(model_folder["Llama"], one_row)
-    for cell, one in zip([Cell()], run(2, update_cells, model_folder["Llama"], [Cell()], one_row, CONFIG)[0], strict=True):
+    for cell, one in zip(
+        [Cell()], run(2, update_cells, model_folder["Llama"], [Cell()], one_row, CONFIG)[0], strict=True
+    ):
         check(one, expected, cell)
 
 

@@ -13,7 +13,9 @@ from flowrl.workers.vocabulary import logit_gradients, shard_statistics, token_o
 INF = float("inf")
 
 
-def whole(logits: list[float], target: int, temperature: float = 1.0, num_valid: int | None = None) -> tuple[float, float]:
+def whole(
+    logits: list[float], target: int, temperature: float = 1.0, num_valid: int | None = None
+) -> tuple[float, float]:
     rows = torch.tensor([logits])
     log_probs, entropy = token_outputs(
         rows, torch.eye(rows.shape[1]), torch.tensor([target]), first_id=0, num_valid=num_valid or rows.shape[1], temperature=temperature
