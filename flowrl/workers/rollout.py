@@ -17,9 +17,10 @@ from flowrl.protocol import DataProto, Metric, Ragged
 from flowrl.resharding.families import HFTensor, hf_tensors
 from flowrl.resharding.recorder import check_names, record
 from flowrl.resharding.transfer import Held, MoveReport, Transfer
-from flowrl.single_controller import MeshPosition, Worker, broadcast, register, split_over
+from flowrl.single_controller import MeshPosition, Worker, broadcast, rank_zero, register, split_over
 from flowrl.workers import vllm_private
 from flowrl.workers.generation import (
+    Sampling,
     check_layout,
     check_prompts,
     engine_groups,
@@ -166,6 +167,11 @@ class RolloutWorker(Worker):
             stop_token_ids=sampling.stop_token_ids,
             seed=seed,
         )
+
+    @register(dispatch=rank_zero)
+    def sampling(self) -> Sampling:
+        """The resolved distribution of responses; `truncates` says whether tokens are cut off."""
+        return self._sampling
 
     @register(dispatch=broadcast)
     def receive_weights(self, actor: WeightSource) -> DataProto:

@@ -155,6 +155,8 @@ def install_groups(
     """
     state = vars(importlib.import_module("vllm.distributed.parallel_state"))
     rank, local_rank = dist.get_rank(), device.index or 0
+    # One engine process per rank: without this vLLM would start its own and refuses the external launcher.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(dist.get_world_size()))
     # Different on every rank: vLLM then refuses its shared-memory transport, which spins for ever when a peer dies.
     os.environ["VLLM_DIST_IDENT"] = f"{run_name}-r{rank}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,16 @@ import torch
 import torch.distributed as dist
 from models import VOCAB
 from safetensors.torch import load_file
-from scenarios import Cell, actor, call, place
+from scenarios import OPTIM, Cell, actor, call, place
 
 from flowrl.config.model_shape import read_model_shape
 from flowrl.config.schema import RolloutConfig, RolloutLayout
 from flowrl.protocol import DataProto, Ragged
 from flowrl.resharding.recorder import place_of
+from flowrl.resharding.transfer import MoveReport, Transfer
 from flowrl.single_controller.dispatch import Mesh, neighbouring_rows
 from flowrl.single_controller.worker import construct
+from flowrl.workers import vllm_private
 from flowrl.workers.rollout import RolloutWorker
 
 Rows = dict[str, tuple[list[int], list[float], str, int]]
@@ -156,6 +160,26 @@ def errors_of_bad_rows(folder: Path, bad: DataProto, good: DataProto) -> tuple[s
     return with_engine(folder, Setup(), use)  # type: ignore[no-any-return]
 
 
+def wait_for_a_silent_peer(store: str, seconds: float) -> float:
+    """Seconds that rank 0 waited in vLLM's tensor-parallel group for rank 1, which comes late."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+    vllm_private.install_groups([[0, 1]], [[0], [1]], run_name="test", device=torch.device("cpu"))
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(1.5 * seconds)
+        return 0.0
+    from vllm.distributed import parallel_state
+
+    try:
+        dist.all_reduce(torch.ones(1), group=parallel_state._TP.cpu_group)
+    except RuntimeError:
+        return time.monotonic() - start
+    raise AssertionError("the collective ended without the peer")
+
+
 def wrong_regions(role: RolloutWorker, folder: Path) -> list[str]:
     """Recorded regions whose elements in the engine are not, bit for bit, those of the folder in the engine's dtype."""
     tensors = load_file(folder / "model.safetensors")
@@ -195,6 +219,20 @@ def move(
             results[cell, setup] = Moved(wrong_regions(role, target), metrics, generate(role, batch), fresh)
         role.close()
     return results
+
+
+def move_in_small_buckets(
+    start: Path, target: Path, cell: Cell, setup: Setup, bucket_bytes: int
+) -> tuple[list[str], MoveReport]:
+    """Wrong regions after a move in buckets of this size, and its report."""
+    source, role = actor(target, cell), rollout(start, setup)
+    held = source.held_regions()
+    transfer = Transfer(role._recording, role._parameters, source.hf_tensors(), held, bucket_bytes=bucket_bytes)
+    report = transfer.move(held)
+    transfer.verify(held)
+    wrong = wrong_regions(role, target)
+    role.close()
+    return wrong, report
 
 
 def repeat_moves(folder: Path, cell: Cell, setup: Setup, batch: DataProto) -> tuple[list[Rows], list[float]]:
@@ -254,7 +292,7 @@ def train_and_decode(
     folder: Path, out: Path, cell: Cell, setup: Setup, batch: DataProto, mini: DataProto
 ) -> list[tuple[Rows, Path, float]]:
     """Three rounds: a large update, a transfer, a greedy decoding; with the trainer's weights written to folders."""
-    source, role = actor(folder, cell, optim=replace(actor_optim(), lr=0.05)), rollout(folder, setup)
+    source, role = actor(folder, cell, optim=replace(OPTIM, lr=0.05)), rollout(folder, setup)
     rounds = []
     for number in range(3):
         old = call(source, source.log_probs, mini)
@@ -265,9 +303,3 @@ def train_and_decode(
         rounds.append((generate(role, batch, greedy=True), written, ok))
     role.close()
     return rounds
-
-
-def actor_optim() -> Any:
-    from scenarios import OPTIM
-
-    return OPTIM

@@ -18,6 +18,7 @@ from rollout_scenarios import (
     random_state_around_an_engine,
     sample,
     sample_in_other_orders,
+    wait_for_a_silent_peer,
 )
 from safetensors.torch import load_file, save_file
 
@@ -170,3 +171,10 @@ def test_an_illegal_prompt_is_named_and_the_engine_lives_on(model_folder: dict[s
 
 def test_an_engine_leaves_the_random_state_of_the_process_alone(model_folder: dict[str, Path]) -> None:
     assert run(1, random_state_around_an_engine, model_folder["Llama"])[0] == [True, True, True]
+
+
+@pytest.mark.slow
+def test_groups_of_vllm_wait_no_longer_than_the_default_group(tmp_path: Path) -> None:
+    """A peer that hangs is an error after the collective timeout, not after vLLM's half an hour."""
+    waited = run(2, wait_for_a_silent_peer, str(tmp_path / "store"), 8.0)[0]
+    assert 7 < waited < 11

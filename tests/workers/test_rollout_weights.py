@@ -8,7 +8,16 @@ import pytest
 import torch
 from models import make_batch, make_model
 from processes import run
-from rollout_scenarios import Setup, corrupted, move, prompts, renamed, repeat_moves, train_and_decode
+from rollout_scenarios import (
+    Setup,
+    corrupted,
+    move,
+    move_in_small_buckets,
+    prompts,
+    renamed,
+    repeat_moves,
+    train_and_decode,
+)
 from scenarios import Cell
 
 from flowrl.protocol import DataProto
@@ -85,6 +94,19 @@ def test_weights_arrive_bit_exactly_over_the_grid_of_four_ranks(
     cells = [Cell(tp=2), Cell(tp=4), Cell(tp=2, pp=2)]
     cells.append(Cell(pp=2, first_stage_layers=1, distributed_optimizer=True))
     check_moves(model_folder[family], other_folder[family], 4, cells, [Setup(tp=tp, pp=pp)])
+
+
+def test_temporary_memory_is_two_buckets_whatever_the_model(
+    model_folder: dict[str, Path], other_folder: dict[str, Path]
+) -> None:
+    """One buffer to send and one to receive, at most a bucket each; the embedding is larger than a bucket."""
+    bucket = 8192
+    args = (model_folder["Llama"], other_folder["Llama"], Cell(tp=2), Setup(pp=2), bucket)
+    for wrong, report in run(2, move_in_small_buckets, *args):
+        assert wrong == []
+        assert report.received_bytes == report.bound_bytes > 10 * bucket
+        assert report.num_collectives >= report.received_bytes / bucket
+        assert 0 < report.peak_extra_bytes <= 2 * bucket
 
 
 def test_ten_transfers_of_the_same_weights_change_no_bit_of_the_answers(model_folder: dict[str, Path]) -> None:
