@@ -51,10 +51,14 @@ class Roles:
         return config.cluster.devices + (config.cluster.critic_devices if config.placement == "split" else 0)
 
     def _cpus_per_device(self) -> float | None:
-        """Pools that live side by side share the CPUs evenly; a pool alone takes them all."""
-        if self._config.placement != "split" or self._config.cluster.device == "cuda":
+        """At most one CPU for a device, so that other runs fit beside this one on a larger cluster; less where there
+        are fewer CPUs than devices: pools that live side by side share them evenly, a pool alone takes them all."""
+        if self._config.cluster.device == "cuda":
             return None
-        return int(self._cluster.num_cpus * 100 / self._all_devices) / 100
+        share = int(self._cluster.num_cpus * 100 / self._all_devices) / 100
+        if share >= 1:
+            return 1.0
+        return share if self._config.placement == "split" else None
 
     def actor(self) -> ActorWorker:
         config = self._config

@@ -167,7 +167,8 @@ class Run:
     def minibatches(self, batch: DataProto, config: ActorConfig | CriticConfig) -> Iterator[DataProto]:
         """The batch cut into mini-batches of `config.minibatch_prompts` prompts, anew for each of `config.epochs`."""
         for epoch in range(config.epochs):
-            yield from batch.minibatches(config.minibatch_prompts, seed=(self.config.trainer.seed, self.step, epoch))
+            for part in batch.minibatches(config.minibatch_prompts, seed=(self.config.trainer.seed, self.step, epoch)):
+                yield part.with_meta(max_response_tokens=self.config.rollout.max_response_tokens)
 
     @property
     def policy_learns(self) -> bool:

@@ -1,0 +1,177 @@
+"""How a run ends when something ends it: with one message that names the cause, soon, leaving nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import ROOT, Command, processes_marked
+
+ENDLESS = (
+    "trainer.total_steps=500",
+    "trainer.eval_every=0",
+    "data.prompts_per_step=8",
+    "actor.minibatch_prompts=8",
+    "kl=none",
+)
+
+
+class Running:
+    """A run in the background that has finished at least one step."""
+
+    def __init__(self, command: Command, *overrides: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.folder = command.folder / "run"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flowrl.main_ppo", f"run.dir={self.folder}", *ENDLESS, *overrides],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=command.environment(self.mark),
+        )  # fmt: skip
+        metrics = self.folder / "metrics.jsonl"
+        deadline = time.monotonic() + 200
+        while not (metrics.exists() and metrics.read_text().count("\n")):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, "no step in 200 s"
+            time.sleep(0.2)
+
+    def worker(self) -> int:
+        """Process id of one worker."""
+        (found,) = [line for line in processes_marked(self.mark) if "ray::Process" in line][:1]
+        return int(found.split()[0])
+
+    def finish(self, seconds: float) -> tuple[int, str]:
+        """Exit code and stderr. The run must end within `seconds`, and whatever it started within 15 more."""
+        try:
+            _, err = self.process.communicate(timeout=seconds)
+        finally:
+            self.process.kill()
+        deadline = time.monotonic() + 15
+        while (left := processes_marked(self.mark)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert left == []
+        return self.process.returncode, err
+
+
+def test_a_killed_worker_ends_the_run_with_its_name(flowrl: Command) -> None:
+    """RAY-01: exit 1 within seconds; the last line names role, rank, node, pid, phase, step and log."""
+    run = Running(flowrl, "algorithm=grpo")
+    pid = run.worker()
+    os.kill(pid, signal.SIGKILL)
+    code, err = run.finish(seconds=15)
+    assert code == 1
+    last = err.strip().splitlines()[-1]
+    assert f"pid {pid}" in last and re.search(r"rank \d", last) and "phase" in last and "step" in last
+    assert "SIGKILL" in last and str(run.folder / "logs") in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_says_where_it_stopped(flowrl: Command, number: signal.Signals, code: int) -> None:
+    """RAY-03: SIGINT and SIGTERM end everything that the run started."""
+    run = Running(flowrl, "algorithm=grpo")
+    run.process.send_signal(number)
+    got, err = run.finish(seconds=20)
+    assert got == code
+    assert re.search(r"stopped at step \d+ of 500", err)
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_nothing_behind(flowrl: Command) -> None:
+    """RAY-03: SIGKILL to the driver; workers, Ray and reward processes go too, and a new run starts at once."""
+    run = Running(flowrl, "algorithm=grpo")
+    run.process.kill()
+    assert run.finish(seconds=20)[0] == -signal.SIGKILL
+    again = Running(flowrl, "algorithm=grpo")
+    again.process.terminate()
+    assert again.finish(seconds=20)[0] == 143
+
+
+@pytest.mark.slow
+def test_two_runs_started_in_the_same_second_both_succeed(flowrl: Command) -> None:
+    """RAY-02, RAY-06: no port, name, folder or shared-memory segment in common."""
+    small = (
+        "trainer.total_steps=1",
+        "algorithm=grpo",
+        "kl=none",
+        "data.prompts_per_step=8",
+        "actor.minibatch_prompts=8",
+    )
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "flowrl.main_ppo", f"run.dir={flowrl.folder / str(number)}", *small],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    for run in runs:
+        _, err = run.communicate(timeout=300)
+        assert run.returncode == 0, err[-3000:]
+
+
+REWARDS = """
+import time
+
+def hangs(prompt, response, row):
+    time.sleep(60 if row["id"].endswith("7") else 0)
+    return 0.0
+
+def raises(prompt, response, row):
+    return 1.0 if not response else 1 / 0
+
+def counts(prompt, response, row):
+    return {"score": float(len(response)), "letters": 1.0}
+"""
+
+
+def test_a_reward_that_raises_ends_the_run_naming_row_and_function(flowrl: Command, tmp_path: Path) -> None:
+    """REW-01: never scored in silence."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(REWARDS)
+    run = flowrl(*ENDLESS, "algorithm=grpo", f"reward.function={rewards}:raises")
+    assert run.code == 1 and run.left_behind == ()
+    assert "ZeroDivisionError" in run.err and "raises" in run.err and "row" in run.err
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_can_be_scored_and_is_counted(flowrl: Command, tmp_path: Path) -> None:
+    """REW-01: opt-in; the limit kills the work and the next rows are graded."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(REWARDS)
+    small = (
+        "data.prompts_per_step=8",
+        "actor.minibatch_prompts=8",
+        "trainer.total_steps=1",
+        "trainer.eval_every=0",
+        "kl=none",
+    )
+    run = flowrl(
+        *small, "algorithm=grpo", f"reward.function={rewards}:hangs", "reward.timeout_seconds=0.5",
+        "reward.on_error=score:-1", "rollout.samples_per_prompt=2", "trainer.seed=3",
+    )  # fmt: skip
+    assert run.code == 0, run.err[-2000:]
+    errors = run.metrics[-1].get("reward/errors", 0)
+    assert run.metrics[-1]["reward/mean"] == pytest.approx(-errors / 16)
+
+
+def test_data_and_reward_mistakes_are_found_before_ray_starts(flowrl: Command, tmp_path: Path) -> None:
+    """REW-02, DAT-01: exit 2 and one message with the remedy."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "12345678901234567890+1="}\n' * 8)
+    for overrides, word in (
+        ((f"data.train_files=[{prompts}]", "data.eval_files=[]", "reward.function=nowhere.at:all"), "data.overlong"),
+        (("reward.function=flowrl.builtin.arithmetic:scor",), "scor"),
+        ((f"reward.function={tmp_path}/none.py:f",), "none.py"),
+    ):
+        run = flowrl(
+            *overrides, "data.prompts_per_step=8", "actor.minibatch_prompts=8", name=uuid.uuid4().hex, timeout=60
+        )
+        assert run.code == 2, run.err
+        assert word in run.err and "Traceback" not in run.err
+        assert "Ray" not in run.out
