@@ -107,7 +107,7 @@ Column = torch.Tensor | Ragged
 
 
 class Block(Protocol):
-    """One stored column. Its facts are known here; only ``load`` moves bytes."""
+    """One stored column. Its facts are known here; only ``load_all`` moves bytes."""
 
     @property
     def num_rows(self) -> int: ...
@@ -120,8 +120,9 @@ class Block(Protocol):
         """[num_rows] int64 of a ragged column, None of a dense one."""
         ...
 
-    def load(self) -> Column:
-        """The column, read-only (it may be memory shared with other processes)."""
+    @staticmethod
+    def load_all(blocks: Sequence[Any]) -> list[Column]:
+        """The columns of several blocks of this type in one trip, read-only (they may be shared memory)."""
         ...
 
 
@@ -143,8 +144,9 @@ class LocalBlock:
     def lengths(self) -> torch.Tensor | None:
         return self.column.lengths if isinstance(self.column, Ragged) else None
 
-    def load(self) -> Column:
-        return self.column
+    @staticmethod
+    def load_all(blocks: Sequence[LocalBlock]) -> list[Column]:
+        return [block.column for block in blocks]
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,16 +189,19 @@ class Stored:
 
     def select(self, indices: torch.Tensor) -> Stored:
         """Rows by position; blocks that no row needs any more are let go."""
-        index = self.index[indices]
-        starts = self.starts
+        if len(self.blocks) == 1:
+            return Stored(self.blocks, self.index[indices])
+        index, starts = self.index[indices], self.starts
+        if is_run(index):
+            ends = owner_of(index[[0, -1]], starts).tolist() if len(index) else [0, 0]
+            return Stored(self.blocks[ends[0] : ends[1] + 1], index - starts[ends[0]])
         owner = owner_of(index, starts)
-        used = sorted(set(owner.tolist())) or [0]
-        if len(used) == len(self.blocks):
-            return Stored(self.blocks, index)
-        new_starts = offsets_of(torch.tensor([self.blocks[b].num_rows for b in used], dtype=torch.int64))
+        used = sorted(set(owner.tolist()))
+        kept = torch.tensor(used)
+        new_starts = offsets_of(starts.diff()[kept])
         shift = torch.zeros(len(self.blocks), dtype=torch.int64)
-        shift[torch.tensor(used)] = new_starts[:-1] - starts[torch.tensor(used)]
-        return Stored(tuple(self.blocks[b] for b in used), index + shift[owner] if len(index) else index)
+        shift[kept] = new_starts[:-1] - starts[kept]
+        return Stored(tuple(self.blocks[b] for b in used), index + shift[owner])
 
     @staticmethod
     def concat(parts: Sequence[Stored]) -> Stored:
@@ -220,19 +225,34 @@ class Stored:
 
     def load(self) -> Column:
         """Read the needed blocks and put their rows together."""
+        return load_columns([self])[0]
+
+    def assemble(self, columns: Sequence[Column]) -> Column:
+        """The rows out of the loaded blocks, one column per block."""
+        if len(self.blocks) == 1:
+            return select_rows(columns[0], self.index)
         starts = self.starts
         owner = owner_of(self.index, starts)
-        pieces, positions = [], []
-        for number, block in enumerate(self.blocks):
+        pieces: list[Column] = []
+        positions: list[torch.Tensor] = []
+        for number, column in enumerate(columns):
             mine = (owner == number).nonzero().flatten()
-            if len(mine) or len(self.blocks) == 1:
-                pieces.append(select_rows(block.load(), self.index[mine] - starts[number]))
+            if len(mine) or not pieces:
+                pieces.append(select_rows(column, self.index[mine] - starts[number]))
                 positions.append(mine)
-        if not pieces:
-            return select_rows(self.blocks[0].load(), self.index)
         order = torch.cat(positions)
-        column = concat_columns(pieces)
-        return column if is_run(order) else select_rows(column, torch.argsort(order))
+        joined = concat_columns(pieces)
+        return joined if is_run(order) else select_rows(joined, torch.argsort(order))
+
+
+def load_columns(parts: Sequence[Stored]) -> list[Column]:
+    """Read several stored columns; all blocks of one type come in one trip."""
+    blocks = {id(block): block for part in parts for block in part.blocks}
+    loaded: dict[int, Column] = {}
+    for kind in {type(block) for block in blocks.values()}:
+        same = [block for block in blocks.values() if type(block) is kind]
+        loaded.update(zip((id(block) for block in same), kind.load_all(same), strict=True))
+    return [part.assemble([loaded[id(block)] for block in part.blocks]) for part in parts]
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:

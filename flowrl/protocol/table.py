@@ -14,6 +14,7 @@ from flowrl.protocol.columns import (
     Column,
     Indices,
     Stored,
+    load_columns,
     select_rows,
 )
 from flowrl.protocol.metric import Metric, merge_metrics
@@ -129,12 +130,14 @@ class DataProto:
 
     def __getitem__(self, name: str) -> Column:
         """The column, read-only; a stored one is brought here once. Error: MissingColumnError."""
-        column = self._column(name)
-        if not isinstance(column, Stored):
-            return column
-        if name not in self._read:
-            self._read[name] = column.load()
-        return self._read[name]
+        return self.read(name)[0]
+
+    def read(self, *names: str) -> list[Column]:
+        """Several columns, brought here in one trip. Error: MissingColumnError."""
+        columns = {name: self._column(name) for name in names}
+        far = {n: c for n, c in columns.items() if isinstance(c, Stored) and n not in self._read}
+        self._read.update(zip(far, load_columns(list(far.values())), strict=True))
+        return [self._read[n] if isinstance(c, Stored) else c for n, c in columns.items()]
 
     def lengths(self, name: str) -> torch.Tensor:
         """[N] int64 row lengths of a ragged column; moves no bytes. Error: dense column."""

@@ -86,7 +86,7 @@ class Stage(Worker):
 
     @register(dispatch=split_over("world"))
     def run(self, batch: DataProto, number: int) -> DataProto:
-        columns = [cast(Ragged, batch[name]) for name in batch.names]
+        columns = [cast(Ragged, column) for column in batch.read(*batch.names)]
         values = _stage([column.values for column in columns])
         return DataProto({f"stage{number}": Ragged(values, columns[0].offsets)}, row_ids=batch.row_ids)
 

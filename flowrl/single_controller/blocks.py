@@ -6,6 +6,7 @@ and, of a ragged column, the offsets. Ray pulls an object to a node once, whiche
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,13 @@ class RayBlock:
     def lengths(self) -> torch.Tensor | None:
         return None if self.row_lengths is None else torch.from_numpy(self.row_lengths.astype(np.int64))
 
-    def load(self) -> Column:
-        """Errors: ray.exceptions.ObjectLostError when the owner has ended."""
-        values, offsets = ray.get(self.ref)
+    @staticmethod
+    def load_all(blocks: Sequence[RayBlock]) -> list[Column]:
+        """Errors: ray.exceptions.ObjectLostError when an owner has ended."""
+        stored = ray.get([block.ref for block in blocks])
+        return [block._column(*arrays) for block, arrays in zip(blocks, stored, strict=True)]
+
+    def _column(self, values: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any] | None) -> Column:
         column = from_numpy(values, self.dtype_name)
         return column if offsets is None else Ragged(column, from_numpy(offsets, "int64"))
 

@@ -132,8 +132,15 @@ class Calls:
         ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout, fetch_local=False)
         if ready:
             ready, _ = ray.wait(list(owners), num_returns=len(owners), timeout=0, fetch_local=False)
-        for ref in ready:
-            self._take(ref, *owners[ref])
+        try:
+            answers = ray.get(ready)
+        except RayError:
+            # One of them failed: take them one by one to learn which.
+            for ref in ready:
+                self._take(ref, *owners[ref])
+            return
+        for ref, answer in zip(ready, answers, strict=True):
+            self._note(answer, *owners[ref])
 
     def _take(self, ref: Any, pool: ResourcePool, rank: int, call: Call | None) -> None:
         try:
@@ -144,6 +151,9 @@ class Calls:
             if call is None:
                 raise
             self._raised(pool, rank, call, error)
+        self._note(answer, pool, rank, call)
+
+    def _note(self, answer: Answer, pool: ResourcePool, rank: int, call: Call | None) -> None:
         if call is None:
             return
         call.answers[rank] = answer
