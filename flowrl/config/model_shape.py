@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MOE_ARCHITECTURES = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
+"""Families with experts: known to the planner of weight transfers."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class ModelShape:
     qk_norm: bool
     sliding_window: int | None
     eos_token_ids: tuple[int, ...]
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    """Experts of every layer, in place of the feed-forward part of `ffn_size`; 0: a dense model."""
 
     @property
     def num_parameters(self) -> int:
@@ -40,9 +46,15 @@ class ModelShape:
             attention += self.head_dim * (self.heads + 2 * self.kv_heads)
         if self.qk_norm:
             attention += 2 * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
+        layer = attention + self._ffn_parameters + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
+
+    @property
+    def _ffn_parameters(self) -> int:
+        if self.num_experts:
+            return self.num_experts * self.hidden_size * (3 * self.expert_ffn_size + 1)  # one row of the router each
+        return 3 * self.hidden_size * self.ffn_size
 
 
 BUILTIN = {
@@ -64,8 +76,8 @@ def shape_of(path: str) -> ModelShape:
     return read_model_shape(path)
 
 
-def read_model_shape(folder: str | Path) -> ModelShape:
-    """The shape of the model in `folder`.
+def read_model_shape(folder: str | Path, architectures: tuple[str, ...] = ARCHITECTURES) -> ModelShape:
+    """The shape of the model in `folder`, which must be one of `architectures`.
 
     Errors: `ValueError` naming the folder where there is no readable `config.json`, where the architecture is not
     known (the known ones are listed), or where a setting is one that flowrl would not compute exactly.
@@ -78,8 +90,8 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
     names = raw.get("architectures") or ["(none)"]
-    if names[0] not in ARCHITECTURES:
-        raise ValueError(f"architecture {names[0]} of {folder} is not known; known: {', '.join(ARCHITECTURES)}")
+    if names[0] not in architectures:
+        raise ValueError(f"architecture {names[0]} of {folder} is not known; known: {', '.join(architectures)}")
     try:
         return _shape(names[0], raw, folder)
     except KeyError as missing:
@@ -104,6 +116,7 @@ def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"{folder}: RoPE scaling {kind!r} is not supported; supported: default, linear, llama3")
     eos = raw.get("eos_token_id")
+    experts = _experts(architecture, raw, folder)
     window = raw.get("sliding_window") if architecture == "MistralForCausalLM" or raw.get("use_sliding_window") else None
     return ModelShape(
         architecture=architecture,
@@ -120,7 +133,24 @@ def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
         rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind},
         max_positions=int(raw["max_position_embeddings"]),
         qkv_bias=qwen2,
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         sliding_window=window,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        num_experts=experts[0],
+        experts_per_token=experts[1],
+        expert_ffn_size=experts[2],
     )
+
+
+def _experts(architecture: str, raw: dict[str, Any], folder: Path) -> tuple[int, int, int]:
+    """(experts, experts of a token, inner size of an expert) of every layer; zeros for a dense model."""
+    if architecture == "MixtralForCausalLM":
+        return int(raw["num_local_experts"]), int(raw["num_experts_per_tok"]), int(raw["intermediate_size"])
+    if architecture != "Qwen3MoeForCausalLM":
+        return 0, 0, 0
+    if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            f"{folder}: mlp_only_layers={raw.get('mlp_only_layers')}, decoder_sparse_step={raw.get('decoder_sparse_step')} "
+            f"make some layers dense, which is not supported; supported: experts in every layer"
+        )
+    return int(raw["num_experts"]), int(raw["num_experts_per_tok"]), int(raw["moe_intermediate_size"])
