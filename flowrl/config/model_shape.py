@@ -7,12 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MOE_ARCHITECTURES = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *MOE_ARCHITECTURES,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Architecture facts of a Hugging Face folder. Sizes are elements; `kv_heads` divides `heads`."""
+    """Architecture facts of a Hugging Face folder. Sizes are elements; `kv_heads` divides `heads`.
+
+    A dense model has `num_experts` 0 and `ffn_size` columns in its feed-forward; in a mixture every layer has
+    `num_experts` of `expert_ffn_size` columns, and a token visits `experts_per_token` of them. Their weights are a
+    softmax over the chosen ones (`norm_topk_prob`) or the chosen part of a softmax over all.
+    """
 
     architecture: str
     num_layers: int
@@ -31,6 +39,10 @@ class ModelShape:
     qk_norm: bool
     sliding_window: int | None
     eos_token_ids: tuple[int, ...]
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    norm_topk_prob: bool = True
 
     @property
     def num_parameters(self) -> int:
@@ -40,9 +52,16 @@ class ModelShape:
             attention += self.head_dim * (self.heads + 2 * self.kv_heads)
         if self.qk_norm:
             attention += 2 * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
+        layer = attention + self.ffn_parameters + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
+
+    @property
+    def ffn_parameters(self) -> int:
+        """Parameters of one layer's feed-forward: all experts and their router in a mixture."""
+        if self.num_experts:
+            return self.num_experts * self.hidden_size * (3 * self.expert_ffn_size + 1)
+        return 3 * self.hidden_size * self.ffn_size
 
 
 BUILTIN = {
@@ -104,7 +123,8 @@ def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"{folder}: RoPE scaling {kind!r} is not supported; supported: default, linear, llama3")
     eos = raw.get("eos_token_id")
-    window = raw.get("sliding_window") if architecture == "MistralForCausalLM" or raw.get("use_sliding_window") else None
+    windowed = architecture in ("MistralForCausalLM", "MixtralForCausalLM") or raw.get("use_sliding_window")
+    window = raw.get("sliding_window") if windowed else None
     return ModelShape(
         architecture=architecture,
         num_layers=int(raw["num_hidden_layers"]),
@@ -120,7 +140,42 @@ def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
         rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind},
         max_positions=int(raw["max_position_embeddings"]),
         qkv_bias=qwen2,
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         sliding_window=window,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        **(_experts(architecture, raw, folder) if architecture in MOE_ARCHITECTURES else {}),
     )
+
+
+def _experts(architecture: str, raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The fields of a mixture of experts. Errors: `ValueError` for what would not be computed exactly."""
+    # transformers 5 writes num_local_experts for both families.
+    count = raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]
+    mixtral = architecture == "MixtralForCausalLM"
+    per_token, normalised = int(raw["num_experts_per_tok"]), bool(mixtral or raw.get("norm_topk_prob", False))
+    refused = {
+        "mlp_only_layers": raw.get("mlp_only_layers") or None,
+        "decoder_sparse_step": None if raw.get("decoder_sparse_step", 1) == 1 else raw["decoder_sparse_step"],
+        "shared_expert_intermediate_size": raw.get("shared_expert_intermediate_size") or None,
+        "scoring_func": None if raw.get("scoring_func", "softmax") == "softmax" else raw["scoring_func"],
+        "router_jitter_noise": raw.get("router_jitter_noise") or None,
+    }
+    for key, value in refused.items():
+        if value is not None:
+            raise ValueError(
+                f"{folder}: {key}={value!r} is not supported; supported are mixtures whose every layer routes each token by "
+                "softmax to equal experts, without shared ones and without noise"
+            )
+    if not 0 < per_token <= int(count):
+        raise ValueError(f"{folder}: num_experts_per_tok={per_token} must be 1 to the {count} experts of a layer")
+    if per_token == 1 and normalised:
+        raise ValueError(
+            f"{folder}: num_experts_per_tok=1 with normalised weights gives every token weight 1 and the router no "
+            "gradient; it is not supported"
+        )
+    return {
+        "num_experts": int(count),
+        "experts_per_token": per_token,
+        "expert_ffn_size": int(raw["intermediate_size"] if mixtral else raw["moe_intermediate_size"]),
+        "norm_topk_prob": normalised,
+    }

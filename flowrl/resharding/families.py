@@ -1,4 +1,4 @@
-"""Which elements of a Hugging Face model each Megatron parameter consists of: one table for every dense family.
+"""Which elements of a Hugging Face model each Megatron parameter consists of: one table for all families.
 
 Pure integers. Loading, export, transfer and fingerprints all read this table, so a layout is described once.
 
@@ -43,13 +43,50 @@ class Piece:
 class Parameter:
     """A Megatron parameter as one tensor-parallel rank holds it.
 
-    `name` numbers layers globally. `shape` is local. `replicated`: every tensor-parallel rank holds the same values.
+    `name` numbers layers and experts globally. `shape` is local. `replicated`: every tensor-parallel rank holds the same values.
     """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     replicated: bool
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """What a rank holds of the experts: share `ep_rank` of `ep` of them, and of each the slice `etp_rank` of `etp`."""
+
+    ep: int = 1
+    ep_rank: int = 0
+    etp: int = 1
+    etp_rank: int = 0
+
+    def experts(self, num_experts: int) -> range:
+        """Global numbers of the experts that this rank holds."""
+        share = num_experts // self.ep
+        return range(self.ep_rank * share, (self.ep_rank + 1) * share)
+
+
+ALL_EXPERTS = ExpertShard()
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of a mixture's tensors below `model.layers.N.`; `{}` is the expert's number."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+def expert_names(shape: ModelShape) -> ExpertNames:
+    """What the family calls its router and the three projections of an expert."""
+    if shape.architecture == "MixtralForCausalLM":
+        expert = "block_sparse_moe.experts.{}."
+        return ExpertNames("block_sparse_moe.gate.weight", *(f"{expert}{w}.weight" for w in ("w1", "w3", "w2")))
+    expert = "mlp.experts.{}."
+    return ExpertNames("mlp.gate.weight", *(f"{expert}{part}_proj.weight" for part in ("gate", "up", "down")))
 
 
 @dataclass(frozen=True)
@@ -101,8 +138,20 @@ def check_tensor_parallel(shape: ModelShape, tp: int) -> None:
     rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     if rows % tp:
         raise ValueError(f"tp={tp} does not divide the {rows} rows of the fused query/key/value projection")
-    if shape.ffn_size % tp:
+    if not shape.num_experts and shape.ffn_size % tp:
         raise ValueError(f"tp={tp} does not divide intermediate_size={shape.ffn_size}")
+
+
+def check_expert_parallel(shape: ModelShape, ep: int, etp: int) -> None:
+    """Errors: `ValueError` with the numbers where the experts cannot be shared by `ep` and cut by `etp` ranks."""
+    if not shape.num_experts:
+        if ep > 1 or etp > 1:
+            raise ValueError(f"ep={ep}, etp={etp}: {shape.architecture} has no experts; use ep=1 and etp=1")
+        return
+    if shape.num_experts % ep:
+        raise ValueError(f"ep={ep} does not divide the model's {shape.num_experts} experts")
+    if shape.expert_ffn_size % etp:
+        raise ValueError(f"etp={etp} does not divide an expert's {shape.expert_ffn_size} columns")
 
 
 def hf_tensors(shape: ModelShape) -> tuple[HFTensor, ...]:
@@ -130,25 +179,47 @@ def _layer_tensors(shape: ModelShape, layer: int) -> Iterator[HFTensor]:
         yield HFTensor(prefix + "self_attn.k_norm.weight", (d,))
     yield HFTensor(prefix + "self_attn.o_proj.weight", (h, shape.heads * d))
     yield HFTensor(prefix + "post_attention_layernorm.weight", (h,))
+    if shape.num_experts:
+        yield from _expert_tensors(shape, prefix)
+        return
     yield HFTensor(prefix + "mlp.gate_proj.weight", (f, h))
     yield HFTensor(prefix + "mlp.up_proj.weight", (f, h))
     yield HFTensor(prefix + "mlp.down_proj.weight", (h, f))
 
 
+def _expert_tensors(shape: ModelShape, prefix: str) -> Iterator[HFTensor]:
+    h, f, names = shape.hidden_size, shape.expert_ffn_size, expert_names(shape)
+    yield HFTensor(prefix + names.router, (shape.num_experts, h))
+    for expert in range(shape.num_experts):
+        yield HFTensor(prefix + names.gate.format(expert), (f, h))
+        yield HFTensor(prefix + names.up.format(expert), (f, h))
+        yield HFTensor(prefix + names.down.format(expert), (h, f))
+
+
 def stage_parameters(
-    shape: ModelShape, *, tp: int, tp_rank: int, layers: range, first: bool, last: bool, head: bool = True
+    shape: ModelShape,
+    *,
+    tp: int,
+    tp_rank: int,
+    layers: range,
+    first: bool,
+    last: bool,
+    head: bool = True,
+    shard: ExpertShard = ALL_EXPERTS,
 ) -> tuple[Parameter, ...]:
-    """Parameters that rank `tp_rank` of `tp` holds of a pipeline stage with these layers.
+    """Parameters that rank `tp_rank` of `tp` holds of a pipeline stage with these layers, and of its experts `shard`.
 
     `first` and `last` say whether the stage is; `head` is False for models without a language-model head (a critic).
     A tied model's head is the embedding itself on a single stage, and a second copy of it on a separate last stage.
     """
     check_tensor_parallel(shape, tp)
+    check_expert_parallel(shape, shard.ep, shard.etp)
     parameters = []
     if first:
         parameters.append(_vocabulary(shape, "embedding.word_embeddings.weight", EMBEDDING, tp, tp_rank))
     for layer in layers:
         parameters += _layer_parameters(shape, layer, tp, tp_rank)
+        parameters += _feed_forward(shape, layer, tp, tp_rank, shard)
     if last:
         parameters.append(_replicated("decoder.final_layernorm.weight", FINAL_NORM, shape.hidden_size))
         if head and not (shape.tied and first):
@@ -158,7 +229,7 @@ def stage_parameters(
 
 
 def _layer_parameters(shape: ModelShape, layer: int, tp: int, tp_rank: int) -> Iterator[Parameter]:
-    h, d, f = shape.hidden_size, shape.head_dim, shape.ffn_size
+    h, d = shape.hidden_size, shape.head_dim
     hf, mcore = f"model.layers.{layer}.", f"decoder.layers.{layer}."
     attention = mcore + "self_attention."
     yield _replicated(mcore + "input_layernorm.weight", hf + "input_layernorm.weight", h)
@@ -172,8 +243,23 @@ def _layer_parameters(shape: ModelShape, layer: int, tp: int, tp_rank: int) -> I
         yield _replicated(attention + "k_layernorm.weight", hf + "self_attn.k_norm.weight", d)
     yield _columns(attention + "linear_proj.weight", hf + "self_attn.o_proj.weight", h, shape.heads * d, tp, tp_rank)
     yield _replicated(mcore + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight", h)
-    yield _gate_up(mcore + "mlp.linear_fc1.weight", hf + "mlp.{}_proj.weight", f, h, tp, tp_rank)
-    yield _columns(mcore + "mlp.linear_fc2.weight", hf + "mlp.down_proj.weight", h, f, tp, tp_rank)
+
+
+def _feed_forward(shape: ModelShape, layer: int, tp: int, tp_rank: int, shard: ExpertShard) -> Iterator[Parameter]:
+    h, hf, mcore = shape.hidden_size, f"model.layers.{layer}.", f"decoder.layers.{layer}.mlp."
+    if not shape.num_experts:
+        gate_up, f = (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"), shape.ffn_size
+        yield _gate_up(mcore + "linear_fc1.weight", gate_up, f, h, tp, tp_rank)
+        yield _columns(mcore + "linear_fc2.weight", hf + "mlp.down_proj.weight", h, f, tp, tp_rank)
+        return
+    f, names, whole = shape.expert_ffn_size, expert_names(shape), ((0, shape.num_experts), (0, h))
+    piece = Piece(hf + names.router, whole, whole)
+    yield Parameter(mcore + "router.weight", (shape.num_experts, h), (piece,), replicated=True)
+    for expert in shard.experts(shape.num_experts):
+        name, cut = f"{mcore}experts.local_experts.{expert}.", (shard.etp, shard.etp_rank)
+        gate_up = (hf + names.gate.format(expert), hf + names.up.format(expert))
+        yield _gate_up(name + "linear_fc1.weight", gate_up, f, h, *cut)
+        yield _columns(name + "linear_fc2.weight", hf + names.down.format(expert), h, f, *cut)
 
 
 def _qkv_runs(shape: ModelShape, template: str) -> list[_Run]:
@@ -201,13 +287,12 @@ def _fused_rows(name: str, runs: Sequence[_Run], tp: int, tp_rank: int, width: i
     return Parameter(name, (rows,) if width is None else (rows, width), tuple(pieces), replicated=False)
 
 
-def _gate_up(name: str, template: str, ffn: int, hidden: int, tp: int, tp_rank: int) -> Parameter:
+def _gate_up(name: str, tensors: tuple[str, str], ffn: int, hidden: int, tp: int, tp_rank: int) -> Parameter:
     """The gate's share above the up-projection's share: not a slice of the two stacked whole."""
     share = ffn // tp
     source = ((tp_rank * share, (tp_rank + 1) * share), (0, hidden))
     pieces = tuple(
-        Piece(template.format(kind), source, ((half * share, (half + 1) * share), (0, hidden)))
-        for half, kind in enumerate(("gate", "up"))
+        Piece(tensor, source, ((half * share, (half + 1) * share), (0, hidden))) for half, tensor in enumerate(tensors)
     )
     return Parameter(name, (2 * share, hidden), pieces, replicated=False)
 

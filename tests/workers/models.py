@@ -11,6 +11,7 @@ from flowrl.protocol import DataProto, Ragged
 
 VOCAB = 131
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+MIXTURES = ("Qwen3Moe", "Mixtral")
 
 
 def make_model(folder: Path, family: str = "Llama", *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
@@ -37,6 +38,10 @@ def make_model(folder: Path, family: str = "Llama", *, seed: int = 0, dtype: str
     if family == "Qwen2":
         # Qwen2 has no head_dim of its own: it is hidden_size / heads.
         settings |= {"hidden_size": 128}
+    if family == "Qwen3Moe":
+        settings |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    if family == "Mixtral":
+        settings |= {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": None}
     settings |= overrides
     config = getattr(transformers, f"{family}Config")(**settings)
     with torch.random.fork_rng():
