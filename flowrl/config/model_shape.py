@@ -57,10 +57,20 @@ class ModelShape:
         return self.num_layers * layer + embeddings + self.hidden_size
 
     @property
+    def active_ffn_size(self) -> int:
+        """Feed-forward columns that one token passes through in a layer."""
+        return self.experts_per_token * self.expert_ffn_size if self.num_experts else self.ffn_size
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of one layer, without their router."""
+        return self.num_experts * 3 * self.hidden_size * self.expert_ffn_size
+
+    @property
     def ffn_parameters(self) -> int:
         """Parameters of one layer's feed-forward: all experts and their router in a mixture."""
         if self.num_experts:
-            return self.num_experts * self.hidden_size * (3 * self.expert_ffn_size + 1)
+            return self.expert_parameters + self.num_experts * self.hidden_size
         return 3 * self.hidden_size * self.ffn_size
 
 

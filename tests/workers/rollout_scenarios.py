@@ -37,6 +37,7 @@ class Setup:
 
     tp: int = 1
     pp: int = 1
+    expert_parallel: bool = False
     stops: tuple[int, ...] = ()
     num_ids: int = VOCAB
     max_prompt_tokens: int = 48
@@ -50,6 +51,7 @@ class Setup:
 def rollout(folder: Path, setup: Setup) -> RolloutWorker:
     config = RolloutConfig(
         layout=RolloutLayout(tp=setup.tp, pp=setup.pp),
+        expert_parallel=setup.expert_parallel,
         dtype=setup.dtype,
         max_response_tokens=setup.max_response_tokens,
         temperature=setup.temperature,
