@@ -23,7 +23,7 @@ def cure() -> None:
     """Apply all of them to this process. Idempotent."""
     # The router looks this name up without asking whether Transformer Engine gave it a meaning.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    WrappedTorchNorm.__new__ = _norm  # type: ignore[method-assign]
+    WrappedTorchNorm.__new__ = _norm
     if not torch.cuda.is_available():
         token_dispatcher.all_to_all = _all_to_all_of_lists
         token_dispatcher.gather_from_sequence_parallel_region = _gather_unequal
@@ -80,7 +80,7 @@ class _Collect(torch.autograd.Function):
         return _collect(values, sizes, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _sum_parts(gradient, ctx.sizes, ctx.group), None, None
 
 
@@ -91,7 +91,7 @@ class _SumParts(torch.autograd.Function):
         return _sum_parts(values, sizes, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _collect(gradient, ctx.sizes, ctx.group), None, None
 
 
