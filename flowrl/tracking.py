@@ -41,13 +41,7 @@ class WeightsAndBiases:
     """A W&B run; needs the extra `flowrl[wandb]`."""
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError:
-            raise ValueError(
-                "trainer.loggers has wandb, which is not installed: pip install 'flowrl[wandb]', "
-                "or trainer.loggers=[tensorboard]"
-            ) from None
+        wandb = importlib.import_module("wandb")
         self._run = wandb.init(project="flowrl", name=name, dir=str(folder), config=dict(config))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -72,7 +72,7 @@ ALL_EXPERTS = ExpertShard()
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a mixture's tensors below `model.layers.N.`; `{}` is the expert's number."""
+    """Names inside a layer of the folder; `{}` is the expert's number."""
 
     router: str
     gate: str
@@ -180,20 +180,25 @@ def _layer_tensors(shape: ModelShape, layer: int) -> Iterator[HFTensor]:
     yield HFTensor(prefix + "self_attn.o_proj.weight", (h, shape.heads * d))
     yield HFTensor(prefix + "post_attention_layernorm.weight", (h,))
     if shape.num_experts:
-        yield from _expert_tensors(shape, prefix)
+        yield router_tensor(shape, layer)
+        for expert in range(shape.num_experts):
+            yield from expert_tensors(shape, layer, expert)
         return
     yield HFTensor(prefix + "mlp.gate_proj.weight", (f, h))
     yield HFTensor(prefix + "mlp.up_proj.weight", (f, h))
     yield HFTensor(prefix + "mlp.down_proj.weight", (h, f))
 
 
-def _expert_tensors(shape: ModelShape, prefix: str) -> Iterator[HFTensor]:
+def router_tensor(shape: ModelShape, layer: int) -> HFTensor:
+    """What scores the experts of a layer."""
+    return HFTensor(f"model.layers.{layer}.{expert_names(shape).router}", (shape.num_experts, shape.hidden_size))
+
+
+def expert_tensors(shape: ModelShape, layer: int, expert: int) -> tuple[HFTensor, HFTensor, HFTensor]:
+    """Gate, up and down of one expert."""
     h, f, names = shape.hidden_size, shape.expert_ffn_size, expert_names(shape)
-    yield HFTensor(prefix + names.router, (shape.num_experts, h))
-    for expert in range(shape.num_experts):
-        yield HFTensor(prefix + names.gate.format(expert), (f, h))
-        yield HFTensor(prefix + names.up.format(expert), (f, h))
-        yield HFTensor(prefix + names.down.format(expert), (h, f))
+    gate, up, down = (f"model.layers.{layer}.{name.format(expert)}" for name in (names.gate, names.up, names.down))
+    return HFTensor(gate, (f, h)), HFTensor(up, (f, h)), HFTensor(down, (h, f))
 
 
 def stage_parameters(
@@ -246,20 +251,34 @@ def _layer_parameters(shape: ModelShape, layer: int, tp: int, tp_rank: int) -> I
 
 
 def _feed_forward(shape: ModelShape, layer: int, tp: int, tp_rank: int, shard: ExpertShard) -> Iterator[Parameter]:
-    h, hf, mcore = shape.hidden_size, f"model.layers.{layer}.", f"decoder.layers.{layer}.mlp."
-    if not shape.num_experts:
-        gate_up, f = (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"), shape.ffn_size
-        yield _gate_up(mcore + "linear_fc1.weight", gate_up, f, h, tp, tp_rank)
-        yield _columns(mcore + "linear_fc2.weight", hf + "mlp.down_proj.weight", h, f, tp, tp_rank)
+    if shape.num_experts:
+        yield router_parameter(shape, layer)
+        for expert in shard.experts(shape.num_experts):
+            yield from expert_parameters(shape, layer, expert, etp=shard.etp, etp_rank=shard.etp_rank)
         return
-    f, names, whole = shape.expert_ffn_size, expert_names(shape), ((0, shape.num_experts), (0, h))
-    piece = Piece(hf + names.router, whole, whole)
-    yield Parameter(mcore + "router.weight", (shape.num_experts, h), (piece,), replicated=True)
-    for expert in shard.experts(shape.num_experts):
-        name, cut = f"{mcore}experts.local_experts.{expert}.", (shard.etp, shard.etp_rank)
-        gate_up = (hf + names.gate.format(expert), hf + names.up.format(expert))
-        yield _gate_up(name + "linear_fc1.weight", gate_up, f, h, *cut)
-        yield _columns(name + "linear_fc2.weight", hf + names.down.format(expert), h, f, *cut)
+    h, f, hf, mcore = shape.hidden_size, shape.ffn_size, f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
+    yield _gate_up(mcore + "linear_fc1.weight", hf + "gate_proj.weight", hf + "up_proj.weight", f, h, tp, tp_rank)
+    yield _columns(mcore + "linear_fc2.weight", hf + "down_proj.weight", h, f, tp, tp_rank)
+
+
+def router_parameter(shape: ModelShape, layer: int) -> Parameter:
+    """The router of a layer, whole on every rank of the stage."""
+    tensor = router_tensor(shape, layer)
+    box = tuple((0, size) for size in tensor.shape)
+    piece = Piece(tensor.name, box, box)
+    return Parameter(f"decoder.layers.{layer}.mlp.router.weight", tensor.shape, (piece,), replicated=True)
+
+
+def expert_parameters(
+    shape: ModelShape, layer: int, expert: int, *, etp: int, etp_rank: int
+) -> tuple[Parameter, Parameter]:
+    """The two parameters of one expert, cut over expert tensor-parallel ranks as a dense feed-forward part would be."""
+    gate, up, down = (tensor.name for tensor in expert_tensors(shape, layer, expert))
+    h, f, name = shape.hidden_size, shape.expert_ffn_size, f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
+    return (
+        _gate_up(name + "linear_fc1.weight", gate, up, f, h, etp, etp_rank),
+        _columns(name + "linear_fc2.weight", down, h, f, etp, etp_rank),
+    )
 
 
 def _qkv_runs(shape: ModelShape, template: str) -> list[_Run]:
@@ -287,12 +306,13 @@ def _fused_rows(name: str, runs: Sequence[_Run], tp: int, tp_rank: int, width: i
     return Parameter(name, (rows,) if width is None else (rows, width), tuple(pieces), replicated=False)
 
 
-def _gate_up(name: str, tensors: tuple[str, str], ffn: int, hidden: int, tp: int, tp_rank: int) -> Parameter:
+def _gate_up(name: str, gate: str, up: str, ffn: int, hidden: int, tp: int, tp_rank: int) -> Parameter:
     """The gate's share above the up-projection's share: not a slice of the two stacked whole."""
     share = ffn // tp
     source = ((tp_rank * share, (tp_rank + 1) * share), (0, hidden))
     pieces = tuple(
-        Piece(tensor, source, ((half * share, (half + 1) * share), (0, hidden))) for half, tensor in enumerate(tensors)
+        Piece(tensor, source, ((half * share, (half + 1) * share), (0, hidden)))
+        for half, tensor in enumerate((gate, up))
     )
     return Parameter(name, (2 * share, hidden), pieces, replicated=False)
 

@@ -6,16 +6,27 @@ and, of a ragged column, the offsets. Ray pulls an object to a node once, whiche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from ray.exceptions import ObjectLostError, ReferenceCountingAssertionError
 
 from flowrl.protocol import Column, DataProto, LocalBlock, Ragged, Stored
 from flowrl.protocol.packing import from_numpy, to_numpy
+
+
+class Liveness:
+    """In a driver, looks whether a process died before stored columns are read; in a worker, does nothing."""
+
+    def __init__(self) -> None:
+        self.check: Callable[[], None] = lambda: None
+
+
+liveness = Liveness()
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +51,15 @@ class RayBlock:
 
     @staticmethod
     def load_all(blocks: Sequence[RayBlock]) -> list[Column]:
-        """Errors: ray.exceptions.ObjectLostError when an owner has ended."""
-        stored = ray.get([block.ref for block in blocks])
+        """Errors: WorkerError when a process of the run died; ValueError when an owner has ended in order."""
+        liveness.check()
+        try:
+            stored = ray.get([block.ref for block in blocks])
+        except (ObjectLostError, ReferenceCountingAssertionError) as error:
+            liveness.check()
+            raise ValueError(
+                "a stored column is gone: the process that made it has ended (its pool was shut down)"
+            ) from error
         return [block._column(*arrays) for block, arrays in zip(blocks, stored, strict=True)]
 
     def _column(self, values: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any] | None) -> Column:

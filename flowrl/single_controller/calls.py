@@ -178,7 +178,7 @@ class Calls:
         if call is None:
             running = [c for c in self._outstanding if c.pool is pool and rank in c.refs and rank not in c.answers]
             call = running[0] if running else None
-        tail = log_tail(pool.process(rank).log)
+        tail = log_tail(pool.process(rank))
         # The kernel counts a kill a moment after the process is gone.
         cause = death_cause(str(error), tail, oom_kills() - self._oom_kills)
         self._fail(pool, rank, call, cause, "")

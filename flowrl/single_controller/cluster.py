@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from flowrl.single_controller import reaper
+from flowrl.single_controller.blocks import liveness
 from flowrl.single_controller.calls import Calls, Span
 from flowrl.single_controller.placement import NodeResources
 from flowrl.single_controller.ray_private import free_resources, keep_ray_off_the_console
@@ -80,6 +81,7 @@ class Cluster:
             join(address)
             self._joined = True
             where = f"joined {ray.get_runtime_context().gcs_address}"
+        liveness.check = self.calls.poll
         self.num_cpus = sum(node.total.get("CPU", 0.0) for node in self.nodes())
         self.banner = f"Ray: {where}, ray {ray.__version__}, Python {platform.python_version()}, {self.num_cpus:g} CPUs"
         logger.info(self.banner)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _READ_LINES = 200
+_READ_BYTES = 1 << 17
 _SHOWN_LINES = 12
 _NODE_MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
 _CRASHES = {
@@ -53,7 +54,7 @@ class WorkerError(RuntimeError):
         lines = [f"{role} rank {process.rank} of pool {pool} failed in {where}{step_text}: {cause}"]
         if detail:
             lines.append(detail.rstrip())
-        tail = shown_tail(log_tail(process.log))
+        tail = shown_tail(log_tail(process))
         if tail:
             lines += [f"last lines of {process.log}:", *(f"  | {line}" for line in tail)]
         lines.append(
@@ -63,16 +64,22 @@ class WorkerError(RuntimeError):
         super().__init__("\n".join(lines))
 
 
-def log_tail(path: str | None, lines: int = _READ_LINES) -> list[str]:
-    """Last lines of a worker's log; none when it cannot be read here (another node without a shared folder)."""
-    if path is None:
+def log_header(pid: int) -> str:
+    """First line of a process in its log, which it may share with an earlier one of the same name."""
+    return f"--- process {pid} starts"
+
+
+def log_tail(process: ProcessInfo, lines: int = _READ_LINES) -> list[str]:
+    """Last lines of a process's log; none when it cannot be read here (another node without a shared folder)."""
+    if process.log is None:
         return []
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+        with open(process.log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _READ_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return []
+    text = text.rpartition(log_header(process.pid) + "\n")[2]
     return [line[:400] for line in text.splitlines() if line.strip()][-lines:]
 
 

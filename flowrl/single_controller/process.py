@@ -16,6 +16,8 @@ from typing import Any, TextIO
 
 import ray
 
+from flowrl.single_controller.failures import log_header
+
 _CONNECT_SECONDS = 60
 _on_thread = threading.local()
 
@@ -86,7 +88,9 @@ class Process:
         import torch
 
         if self._spec.device == "cuda":
-            index = int(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+            index = device_index(
+                ray.get_runtime_context().get_accelerator_ids()["GPU"][0], os.environ.get("CUDA_VISIBLE_DEVICES")
+            )
             torch.cuda.set_device(index)
             os.environ["LOCAL_RANK"] = str(index)
             self._device = f"cuda:{index}"
@@ -205,6 +209,12 @@ class Process:
         return datetime.timedelta(seconds=seconds)
 
 
+def device_index(assigned: str, visible: str | None) -> int:
+    """torch's index of the GPU that Ray assigned, which it names as ``CUDA_VISIBLE_DEVICES`` does where that is set."""
+    names = [name.strip() for name in visible.split(",")] if visible else []
+    return names.index(assigned) if assigned in names else int(assigned)
+
+
 def _redirect_output(spec: ProcessSpec) -> TextIO | None:
     """Send everything that this process writes, C++ libraries included, to its own log file."""
     if spec.log_dir is None:
@@ -212,6 +222,7 @@ def _redirect_output(spec: ProcessSpec) -> TextIO | None:
         return None
     os.makedirs(spec.log_dir, exist_ok=True)
     log = open(os.path.join(spec.log_dir, f"{spec.pool_name}-rank{spec.rank}.log"), "a", buffering=1)  # noqa: SIM115
+    log.write(log_header(os.getpid()) + "\n")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.enable(file=log)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from roles import Echo
@@ -38,3 +40,49 @@ def test_roles_know_their_place_in_init_and_share_a_process(pool):
     assert first.apply(lambda x: x + 1, 2) == 3
     result = second.double(batch_of([1, 2, 3]))
     assert result["rank"].tolist() == [1, 1, 1], "one slice over two ranks, the last answers"
+
+
+def test_calls_are_asynchronous_in_order_and_timed_by_phase(pool):
+    cluster = pool(2).cluster
+    echo = WorkerGroup.spawn(pool(2), Echo)
+    cluster.wait()
+    cluster.spans()
+    start = time.monotonic()
+    with cluster.phase("rest", step=7):
+        echo.sleep(0.6)
+        batch = echo.double(batch_of([1, 2]))
+    assert time.monotonic() - start < 0.5, "nothing was read yet"
+    assert len(batch) == 2 and time.monotonic() - start > 0.5
+    first, second = cluster.spans()
+    assert (first.phase, first.step, first.role, first.method) == ("rest", 7, "Echo", "sleep")
+    assert first.end - first.start >= 0.6 and first.end <= second.start + 0.1
+
+
+def test_stored_columns_move_between_roles_without_the_driver(pool):
+    echo = WorkerGroup.spawn(pool(2), Echo)
+    batch = batch_of([3, 1, 2])
+    batch = batch.union(echo.double(batch))
+    part = batch.repeat(2).rows([5, 0, 3]).select("doubled", "tag")
+    again = echo.double(
+        DataProto({"x": part.columns["doubled"]}, values={"tag": part.values["tag"]}, row_ids=part.row_ids)
+    )
+    assert [row.tolist() for row in again["doubled"].rows()] == [[12, 12], [4, 4, 4], [8]]
+    assert again.values["name"] == ["row2!", "row0!", "row1!"]
+
+
+def test_wrong_calls_are_refused_before_anything_is_sent(pool):
+    """BAT-01: no rows, no batch, a foreign or nested role: an error on the driver, and the pool stays usable."""
+    echo = WorkerGroup.spawn(pool(2), Echo)
+    other = WorkerGroup.spawn(pool(1), Echo, name="elsewhere")
+    with pytest.raises(ValueError, match="batch of 0 rows"):
+        echo.double(batch_of([]))
+    with pytest.raises(ValueError, match="got no DataProto"):
+        echo.double(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'elsewhere' lives on pool 'warm1'"):
+        echo.calls_other(other)
+    with pytest.raises(ValueError, match="lies inside an argument"):
+        echo.calls_other([echo])  # type: ignore[arg-type]
+    echo.close()
+    with pytest.raises(ValueError, match="'Echo' is closed"):
+        echo.facts()
+    assert other.facts() == [(0, 1, "warm1")]

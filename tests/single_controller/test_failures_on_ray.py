@@ -61,6 +61,17 @@ def test_crash_is_told_from_a_kill_and_noticed_between_calls(cluster, doomed):
     assert (caught.value.role, caught.value.rank) == ("critic", 0)
 
 
+def test_a_death_is_noticed_at_the_next_read(cluster, doomed):
+    """RAY-01: reading a stored column, whoever owns it, ends with the death of any process of the run."""
+    echo = WorkerGroup.spawn(doomed, Echo, name="reference")
+    result = echo.double(batch_of(2).with_values(tag=["a", "b"]))
+    assert result.row_ids == ("0", "1")
+    os.kill(doomed.pids[1], signal.SIGKILL)
+    time.sleep(1.0)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        result["doubled"]
+
+
 @pytest.mark.parametrize(
     ("method", "words"),
     [

@@ -92,6 +92,18 @@ def test_two_runs_join_one_ray_at_once_and_leave_it_up(cluster: Cluster):
     assert cluster.nodes()
 
 
+@pytest.mark.slow
+def test_two_local_runs_start_in_the_same_second():
+    """RAY-02: each starts its own Ray and its own process group; no port is chosen before it is bound."""
+    mark = new_mark()
+    drivers = [start_driver("once", mark, RAY_ADDRESS="") for _ in range(2)]
+    for driver in drivers:
+        output, errors = driver.communicate(timeout=180)
+        assert driver.returncode == 0, errors
+        assert "new local cluster" in output and "sum 3.0" in output
+    assert not marked_processes(mark)
+
+
 def test_held_devices_are_waited_for_and_then_named(pool, cluster: Cluster):
     """RAY-04: another pool holds CPUs: a bounded wait, then the arithmetic."""
     pool(1)

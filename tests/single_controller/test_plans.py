@@ -11,6 +11,7 @@ from flowrl.single_controller import Worker, broadcast, register, split_over
 from flowrl.single_controller.dispatch import Mesh, MeshPosition, balanced_rows, gather_order, neighbouring_rows
 from flowrl.single_controller.failures import death_cause
 from flowrl.single_controller.placement import NodeResources, bundle_for, cpu_share, shortfall
+from flowrl.single_controller.process import device_index
 
 costs = st.lists(st.integers(0, 50), min_size=1, max_size=40)
 
@@ -101,6 +102,10 @@ def test_impossible_requests_show_the_arithmetic():
     assert "no node has a GPU: use cluster.device=cpu" in none
     held = shortfall("main", 2, {"CPU": 1.0}, nodes(2, busy=2), free=True)
     assert "2 (0 free)" in held and "placement_timeout_seconds" in held
+
+
+def test_assigned_gpu_is_found_among_the_visible_ones():
+    assert device_index("1", None) == 1 and device_index("3", "2,3") == 1 and device_index("GPU-b", "GPU-a,GPU-b") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,317 @@
+"""The plan of a move: what every rank receives and sends in every stage, and each rank's part of it in buckets.
+
+A stage is carried out in groups of ranks between which nothing travels. In a group with n buckets, bucket i carries
+the i-th n-th (to whole rows) of what every pair of ranks exchanges, so n follows from sums over pairs and all members
+agree on it without talking.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal, NamedTuple
+
+from flowrl.config.model_shape import ModelShape
+from flowrl.resharding.families import Box, box_size
+from flowrl.resharding.plan.routes import STAGES, Router, Shipment, components
+from flowrl.resharding.plan.tables import model_table
+from flowrl.resharding.plan.units import Unit, bits, make_units
+from flowrl.resharding.ranks import ParallelSizes, RankPlace
+from flowrl.resharding.regions import num_elements
+
+BUCKET_BYTES = 256 << 20
+Form = Literal["all_gather", "all_to_all", "point_to_point"]
+
+
+@dataclass(frozen=True)
+class StageGroup:
+    """Ranks that exchange something in a stage, ascending, and the number of buckets that they do it in."""
+
+    ranks: tuple[int, ...]
+    num_buckets: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage; `received` and `sent` are bytes per rank, the `_network` ones those that cross nodes.
+
+    `form`: `all_gather` where in every group each member sends the same to all others; `point_to_point` where pairs are
+    irregular; else `all_to_all` of exact parts.
+    """
+
+    name: str
+    form: Form
+    shipments: tuple[Shipment, ...]
+    groups: tuple[StageGroup, ...]
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+    received_network: tuple[int, ...]
+    sent_network: tuple[int, ...]
+    largest_bucket: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """`box` of a tensor. `relayed`: the sender does not hold it in training, it received it in an earlier stage and
+    reads it where its engine keeps it."""
+
+    tensor: str
+    box: Box
+    relayed: bool
+
+
+class Parcel(NamedTuple):
+    """What travels between this rank and `peer` in a bucket, in this order on both sides."""
+
+    peer: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(num_elements(piece.box) for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A rank's part in bucket `number` of a stage, among the ranks `group`; parcels by peer, ascending."""
+
+    stage: str
+    form: Form
+    group: tuple[int, ...]
+    number: int
+    receives: tuple[Parcel, ...]
+    sends: tuple[Parcel, ...]
+
+
+@dataclass(frozen=True)
+class RankSchedule:
+    """Everything one rank does: `local` are pieces that it holds and needs itself; then the buckets, in this order."""
+
+    local: tuple[Piece, ...]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True)
+class MovePlan:
+    """A move of a model's weights over all ranks. `bound` is the fewest bytes that each rank must receive."""
+
+    places: tuple[RankPlace, ...]
+    units: tuple[Unit, ...]
+    stages: tuple[Stage, ...]
+    bound: tuple[int, ...]
+    import_bound: int
+    element_bytes: int
+    bucket_bytes: int
+    gpus_per_node: int
+
+    @property
+    def world(self) -> int:
+        return len(self.places)
+
+    @cached_property
+    def received(self) -> tuple[int, ...]:
+        """Bytes that each rank receives."""
+        return tuple(sum(stage.received[rank] for stage in self.stages) for rank in range(self.world))
+
+    @property
+    def imported(self) -> int:
+        """Bytes that enter nodes from outside, over all nodes."""
+        return sum(sum(stage.received_network) for stage in self.stages)
+
+    def num_buckets(self, rank: int) -> int:
+        """Buckets that a rank takes part in: its collectives, or batches of point-to-point operations."""
+        return sum(group.num_buckets for stage in self.stages for group in stage.groups if rank in group.ranks)
+
+    def peak_extra(self, rank: int) -> int:
+        """Most bytes of buckets alive at once: one travels (what it receives and sends) while the next is packed or
+        the one before installed."""
+        sizes: list[int] = []
+        for stage in self.stages:
+            for group in stage.groups:
+                if rank in group.ranks:
+                    sizes += [stage.largest_bucket[rank]] * min(2, group.num_buckets)
+        return max((a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=False)), default=0)
+
+    def held(self, rank: int) -> dict[str, list[Box]]:
+        """Boxes that a rank's trainer holds of what engines need, by tensor."""
+        return self._boxes(unit for unit in self.units if unit.holders >> rank & 1)
+
+    def needed(self, rank: int) -> dict[str, list[Box]]:
+        """Boxes that a rank's engine keeps, by tensor."""
+        return self._boxes(unit for unit in self.units if unit.needers >> rank & 1)
+
+    def _boxes(self, units: Iterable[Unit]) -> dict[str, list[Box]]:
+        boxes: dict[str, list[Box]] = {}
+        for _, tensor, box in sorted(piece for unit in units for piece in unit.pieces()):
+            boxes.setdefault(tensor, []).append(box)
+        return boxes
+
+    def schedule(self, rank: int) -> RankSchedule:
+        """A rank's part of the plan, piece by piece."""
+        own = [unit for unit in self.units if unit.holders & unit.needers & 1 << rank]
+        local = tuple(Piece(tensor, box, False) for _, tensor, box in sorted(p for unit in own for p in unit.pieces()))
+        buckets: list[Bucket] = []
+        for stage in self.stages:
+            buckets += _stage_buckets(stage, self.units, rank)
+        return RankSchedule(local, tuple(buckets))
+
+
+def plan_move(
+    shape: ModelShape,
+    train: ParallelSizes,
+    rollout: ParallelSizes,
+    places: Sequence[RankPlace],
+    *,
+    element_bytes: int = 2,
+    bucket_bytes: int = BUCKET_BYTES,
+    gpus_per_node: int = 8,
+) -> MovePlan:
+    """The plan for a model on ranks at these places. `element_bytes` is the width on the wire: the narrower side's.
+
+    Errors: `ValueError` where the model cannot be cut like this, with the numbers, or a needed element is held nowhere.
+    """
+    units = make_units(places, model_table(shape, train, rollout))
+    routing = Router(places, gpus_per_node).route(units)
+    stages = [
+        _stage(name, routing.shipments[name], units, len(places), element_bytes, bucket_bytes, gpus_per_node)
+        for name in STAGES
+        if routing.shipments[name]
+    ]
+    return MovePlan(
+        tuple(places),
+        tuple(units),
+        tuple(stages),
+        bound_bytes(units, len(places), element_bytes),
+        routing.import_bound * element_bytes,
+        element_bytes,
+        bucket_bytes,
+        gpus_per_node,
+    )
+
+
+def bound_bytes(units: Sequence[Unit], world: int, element_bytes: int) -> tuple[int, ...]:
+    """Bytes of {elements that a rank needs} minus {elements that it holds}, by rank."""
+    bound = [0] * world
+    for unit in units:
+        for rank in bits(unit.missing):
+            bound[rank] += unit.elements * element_bytes
+    return tuple(bound)
+
+
+def _stage(
+    name: str,
+    shipments: Sequence[Shipment],
+    units: Sequence[Unit],
+    world: int,
+    element_bytes: int,
+    bucket_bytes: int,
+    gpus_per_node: int,
+) -> Stage:
+    received, sent, received_network, sent_network = ([0] * world for _ in range(4))
+    rows: dict[tuple[int, int], int] = {}
+    for number, source, target in shipments:
+        size = units[number].elements * element_bytes
+        received[target] += size
+        sent[source] += size
+        if source // gpus_per_node != target // gpus_per_node:
+            received_network[target] += size
+            sent_network[source] += size
+        row = units[number].max_row_elements * element_bytes
+        rows[source, target] = max(row, rows.get((source, target), 0))
+    slack = [0] * world
+    for (source, target), row in rows.items():
+        slack[source] += row
+        slack[target] += row
+    groups, largest = [], [0] * world
+    for ranks in components(shipments, world):
+        count = max(_num_buckets(received[rank] + sent[rank], slack[rank], bucket_bytes) for rank in ranks)
+        groups.append(StageGroup(ranks, count))
+        for rank in ranks:
+            moved = received[rank] + sent[rank]
+            largest[rank] = moved if count == 1 else min(moved, -(-moved // count) + slack[rank])
+    form = "point_to_point" if name == "p2p" else _form(shipments, groups)
+    traffic = (tuple(received), tuple(sent), tuple(received_network), tuple(sent_network))
+    return Stage(name, form, tuple(shipments), tuple(groups), *traffic, tuple(largest))
+
+
+def _num_buckets(moved: int, slack: int, bucket_bytes: int) -> int:
+    """Fewest buckets of at most `bucket_bytes`. A pair's part is cut between rows: each pair may exceed its share by one."""
+    return 1 if moved <= bucket_bytes else -(-moved // max(bucket_bytes - slack, bucket_bytes // 8, 1))
+
+
+def _form(shipments: Sequence[Shipment], groups: Sequence[StageGroup]) -> Form:
+    size = {rank: len(group.ranks) for group in groups for rank in group.ranks}
+    targets: dict[tuple[int, int], int] = {}
+    for number, source, _ in shipments:
+        targets[number, source] = targets.get((number, source), 0) + 1
+    everyone = all(count == size[source] - 1 for (_, source), count in targets.items())
+    return "all_gather" if everyone else "all_to_all"
+
+
+def _stage_buckets(stage: Stage, units: Sequence[Unit], rank: int) -> Iterator[Bucket]:
+    group = next((group for group in stage.groups if rank in group.ranks), None)
+    if group is None:
+        return
+    count = group.num_buckets
+    incoming: dict[int, list[int]] = {}
+    outgoing: dict[int, list[int]] = {}
+    for number, source, target in stage.shipments:
+        if target == rank:
+            incoming.setdefault(source, []).append(number)
+        elif source == rank:
+            outgoing.setdefault(target, []).append(number)
+    receives = {peer: _cut(_pieces(units, numbers, peer), count) for peer, numbers in sorted(incoming.items())}
+    sends = {peer: _cut(_pieces(units, numbers, rank), count) for peer, numbers in sorted(outgoing.items())}
+    for number in range(count):
+        yield Bucket(
+            stage.name,
+            stage.form,
+            group.ranks,
+            number,
+            tuple(Parcel(peer, parts[number]) for peer, parts in receives.items() if parts[number]),
+            tuple(Parcel(peer, parts[number]) for peer, parts in sends.items() if parts[number]),
+        )
+
+
+def _pieces(units: Sequence[Unit], numbers: Iterable[int], source: int) -> list[Piece]:
+    keyed = [
+        (key, tensor, box, not unit.holders >> source & 1)
+        for unit in (units[number] for number in numbers)
+        for key, tensor, box in unit.pieces()
+    ]
+    return [Piece(tensor, box, relayed) for _, tensor, box, relayed in sorted(keyed)]
+
+
+def _cut(pieces: Sequence[Piece], count: int) -> list[tuple[Piece, ...]]:
+    """The pieces, in order, in `count` runs of nearly equal size; a piece is cut between rows of its first dim."""
+    if count == 1:
+        return [tuple(pieces)]
+    ends, total = [], 0
+    for piece in pieces:
+        total += num_elements(piece.box)
+        ends.append(total)
+    runs: list[tuple[Piece, ...]] = []
+    place = (0, 0)
+    for number in range(1, count + 1):
+        target = total * number // count
+        index = bisect_right(ends, target)
+        rows = 0
+        if index < len(pieces):
+            size = box_size(pieces[index].box)
+            rows = (target - (ends[index - 1] if index else 0)) // prod(size[1:])
+        runs.append(tuple(_run(pieces, place, (index, rows))))
+        place = (index, rows)
+    return runs
+
+
+def _run(pieces: Sequence[Piece], start: tuple[int, int], stop: tuple[int, int]) -> Iterator[Piece]:
+    """From row `start[1]` of piece `start[0]` up to row `stop[1]` of piece `stop[0]`."""
+    for index in range(start[0], min(stop[0] + 1, len(pieces))):
+        tensor, box, relayed = pieces[index]
+        (low, high), *rest = box
+        first = low + start[1] if index == start[0] else low
+        last = low + stop[1] if index == stop[0] else high
+        if first < last:
+            yield Piece(tensor, ((first, last), *rest), relayed)
