@@ -9,7 +9,7 @@ import torch
 from models import make_model
 from processes import run
 from safetensors.torch import load_file
-from scenarios import Cell, critic_cells, export_cells, update_cells, value_batch
+from scenarios import Cell, bad_update, critic_cells, export_cells, update_cells, value_batch
 from test_log_probs import check as check_log_probs
 from test_update import CONFIG, hugging_face_update, with_old_log_probs
 from test_update import check as check_update
@@ -61,6 +61,35 @@ def test_update_of_a_mixture_does_not_depend_on_the_layout(
     for result in run(world_size, update_cells, model_folder[family], cells, ready, CONFIG):
         for cell, one in zip(cells, result, strict=True):
             check_update(one, expected, cell)
+
+
+def test_plain_and_distributed_optimizer_move_experts_alike_in_bfloat16(
+    model_folder: dict[str, Path], batch: DataProto
+) -> None:
+    """CPU-02: with float32 gradients and moments, experts among shared and unshared weights."""
+    layouts = [{"ep": 2}, {"tp": 2, "ep": 2}]
+    cells = [Cell(**layout, dtype="bfloat16", distributed_optimizer=d) for layout in layouts for d in (False, True)]
+    ready = with_old_log_probs(batch)
+    results = run(2, update_cells, model_folder["Qwen3Moe"], cells, ready, CONFIG)[0]
+    expected = hugging_face_update(model_folder["Qwen3Moe"], ready)
+    for plain, sharded in zip(results[::2], results[1::2], strict=True):
+        assert plain["metrics"]["policy/grad_norm"] == pytest.approx(expected.grad_norm, rel=0.1)
+        assert all(torch.equal(weight, sharded["weights"][name]) for name, weight in plain["weights"].items())
+
+
+def test_a_replica_without_rows_still_serves_its_experts(model_folder: dict[str, Path], batch: DataProto) -> None:
+    """PAR-02: one row over two replicas that share the experts."""
+    ready = with_old_log_probs(batch).rows([0])
+    expected = hugging_face_update(model_folder["Qwen3Moe"], ready)
+    result = run(2, update_cells, model_folder["Qwen3Moe"], [Cell(ep=2)], ready, CONFIG)[0][0]
+    check_update(result, expected, Cell(ep=2))
+
+
+def test_a_gradient_that_is_not_a_number_changes_no_expert(model_folder: dict[str, Path], batch: DataProto) -> None:
+    """NUM-01: on the last rank only, whose tokens visit experts of both; skipped on both."""
+    for result in run(2, bad_update, model_folder["Qwen3Moe"], Cell(ep=2), batch):
+        assert result["same"] and result["finite"]
+        assert result["metrics"]["policy/skipped_steps"] == 1 and result["after"]["policy/optimizer_steps"] == 1
 
 
 def test_a_critic_with_experts_learns_the_same_in_every_layout(model_folder: dict[str, Path]) -> None:

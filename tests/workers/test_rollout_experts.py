@@ -53,7 +53,7 @@ def test_four_ranks_with_experts_feed_engines_of_any_size(
 ) -> None:
     """PAR-08."""
     cells = [Cell(tp=2, ep=2)] if family == "Qwen3Moe" else [Cell(tp=2, ep=2, etp=2), Cell(pp=2, ep=2)]
-    setups = [Setup(), Setup(tp=4), Setup(tp=4, expert_parallel=True)]
+    setups = [Setup(), Setup(tp=4, expert_parallel=True)] + [Setup(tp=4)] * (family == "Mixtral")
     check_moves(model_folder[family], other_folder[family], 4, cells, setups)
 
 
