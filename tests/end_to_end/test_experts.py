@@ -44,9 +44,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == "ep2_to_tp1" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_three_steps_of_ppo_with_experts(flowrl: Command, mixture: Path, layout: str) -> None:
     """PAR-08: actor, critic and reference share the layout of the experts; each transfer is proven."""
     run = flowrl(*SMALL, f"model.path={mixture}", *LAYOUTS[layout], "trainer.save_every=3")

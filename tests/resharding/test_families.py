@@ -115,6 +115,7 @@ def test_ranks_hold_every_element_of_every_expert_exactly_once(architecture: str
     shape = replace(shape_of(4, 2), architecture=architecture, num_experts=8, experts_per_token=2, expert_ffn_size=12)
     counts = {tensor.name: torch.zeros(tensor.shape, dtype=torch.int64) for tensor in hf_tensors(shape)}
     assert len(counts) == 3 + shape.num_layers * (7 + 3 * 8)
+    assert sum(count.numel() for count in counts.values()) == shape.num_parameters
     stages = stage_layers(shape.num_layers, pp)
     for stage, rank, part in itertools.product(range(pp), range(ep), range(etp)):
         shard = ExpertShard(ep=ep, ep_rank=rank, etp=etp, etp_rank=part)
