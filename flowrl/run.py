@@ -116,7 +116,16 @@ class Run:
         return self._roles.reference()
 
     def rollout(self) -> RolloutWorker:
-        return self._roles.rollout()
+        """The rollout role; says what responses are sampled with, and warns where that cuts the distribution."""
+        rollout = self._roles.rollout()
+        sampling = rollout.sampling()
+        self.console.message(f"sampling: {sampling}")
+        if sampling.truncates:
+            self.console.warn(
+                f"rollout.top_p={sampling.top_p:g}, rollout.top_k={sampling.top_k} cut tokens off: the engine's log-probs are of the "
+                "truncated distribution, the trainer's of the whole, so ratios are off by the mass that was kept"
+            )
+        return rollout
 
     # The loop
 

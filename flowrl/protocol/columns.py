@@ -149,6 +149,10 @@ class LocalBlock:
         return [block.column for block in blocks]
 
 
+Picked = tuple[tuple[int, ...], torch.Tensor]
+"""Numbers of blocks, and rows within them."""
+
+
 @dataclass(frozen=True, eq=False)
 class Stored:
     """Rows of blocks: row i is row ``index[i]`` of the blocks laid one after the other. index: [N] int64."""
@@ -187,21 +191,20 @@ class Stored:
             return None
         return torch.cat(known)[self.index]
 
-    def select(self, indices: torch.Tensor) -> Stored:
-        """Rows by position; blocks that no row needs any more are let go."""
+    def select(self, indices: torch.Tensor, known: dict[Any, Picked] | None = None) -> Stored:
+        """Rows by position; blocks that no row needs any more are let go.
+
+        `known` keeps the arithmetic for other columns that lie in blocks of the same sizes, as those of one call do.
+        """
         if len(self.blocks) == 1:
             return Stored(self.blocks, self.index[indices])
-        index, starts = self.index[indices], self.starts
-        if is_run(index):
-            ends = owner_of(index[[0, -1]], starts).tolist() if len(index) else [0, 0]
-            return Stored(self.blocks[ends[0] : ends[1] + 1], index - starts[ends[0]])
-        owner = owner_of(index, starts)
-        used = sorted(set(owner.tolist()))
-        kept = torch.tensor(used)
-        new_starts = offsets_of(starts.diff()[kept])
-        shift = torch.zeros(len(self.blocks), dtype=torch.int64)
-        shift[kept] = new_starts[:-1] - starts[kept]
-        return Stored(tuple(self.blocks[b] for b in used), index + shift[owner])
+        if known is None:
+            known = {}
+        key = (tuple(block.num_rows for block in self.blocks), self.index.numpy().tobytes())
+        if key not in known:
+            known[key] = pick(self.index[indices], self.starts)
+        used, index = known[key]
+        return Stored(tuple(self.blocks[b] for b in used), index)
 
     @staticmethod
     def concat(parts: Sequence[Stored]) -> Stored:
@@ -243,6 +246,19 @@ class Stored:
         order = torch.cat(positions)
         joined = concat_columns(pieces)
         return joined if is_run(order) else select_rows(joined, torch.argsort(order))
+
+
+def pick(index: torch.Tensor, starts: torch.Tensor) -> Picked:
+    """Which blocks the rows `index` lie in, and the rows' numbers when only those blocks are laid one after the other."""
+    if is_run(index):
+        first, last = owner_of(index[[0, -1]], starts).tolist() if len(index) else [0, 0]
+        return tuple(range(first, last + 1)), index - starts[first]
+    owner = owner_of(index, starts)
+    used = sorted(set(owner.tolist()))
+    kept = torch.tensor(used)
+    shift = torch.zeros(len(starts) - 1, dtype=torch.int64)
+    shift[kept] = offsets_of(starts.diff()[kept])[:-1] - starts[kept]
+    return tuple(used), index + shift[owner]
 
 
 def load_columns(parts: Sequence[Stored]) -> list[Column]:

@@ -13,6 +13,7 @@ from flowrl.protocol.checks import MissingColumnError, Values, check_same_where_
 from flowrl.protocol.columns import (
     Column,
     Indices,
+    Picked,
     Stored,
     load_columns,
     select_rows,
@@ -245,8 +246,9 @@ class DataProto:
         self, index: torch.Tensor, row_ids: Sequence[str], metrics: Mapping[str, Metric] | None = None
     ) -> DataProto:
         picked = index.tolist()
+        known: dict[Any, Picked] = {}
         columns: dict[str, Column | Stored] = {
-            n: c.select(index) if isinstance(c, Stored) else select_rows(c, index) for n, c in self._columns.items()
+            n: c.select(index, known) if isinstance(c, Stored) else select_rows(c, index) for n, c in self._columns.items()
         }
         values = {n: [rows[i] for i in picked] for n, rows in self._values.items()}
         return DataProto(columns, values=values, meta=self._meta, metrics=metrics, row_ids=row_ids)

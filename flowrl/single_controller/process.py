@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import gc
+import logging
 import os
 import sys
 import threading
@@ -226,6 +227,13 @@ def _redirect_output(spec: ProcessSpec) -> TextIO | None:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.enable(file=log)
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    # flowrl's own records, from INFO on, without those of libraries that share the process.
+    logger = logging.getLogger("flowrl")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
     return log
 
 

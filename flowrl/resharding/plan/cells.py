@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from flowrl.resharding.families import Box
@@ -49,7 +50,7 @@ class Part:
     def elements(self) -> int:
         return self.kind.width * sum(stop - start for start, stop in self.intervals)
 
-    @property
+    @cached_property
     def max_row_elements(self) -> int:
         """Elements of the longest row (index of the first dim) of a box of the part."""
         if len(self.kind.shape) == 1:
@@ -66,7 +67,7 @@ class Cell:
     rollout: int
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return sum(part.elements for part in self.parts)
 

@@ -7,20 +7,20 @@ agree on it without talking.
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Literal, NamedTuple
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.resharding.families import Box, box_size
+from flowrl.resharding.families import Box
 from flowrl.resharding.plan.routes import STAGES, Router, Shipment, components
 from flowrl.resharding.plan.tables import model_table
 from flowrl.resharding.plan.units import Unit, bits, make_units
 from flowrl.resharding.ranks import ParallelSizes, RankPlace
-from flowrl.resharding.regions import num_elements
 
 BUCKET_BYTES = 256 << 20
 Form = Literal["all_gather", "all_to_all", "point_to_point"]
@@ -70,7 +70,7 @@ class Parcel(NamedTuple):
 
     @property
     def elements(self) -> int:
-        return sum(num_elements(piece.box) for piece in self.pieces)
+        return sum(_elements(piece.box) for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,14 @@ class RankSchedule:
 
 @dataclass(frozen=True)
 class MovePlan:
-    """A move of a model's weights over all ranks. `bound` is the fewest bytes that each rank must receive."""
+    """A move of a model's weights over all ranks. `bound` is the fewest bytes that each rank must receive, `import_bound`
+    the fewest that must enter each node."""
 
     places: tuple[RankPlace, ...]
     units: tuple[Unit, ...]
     stages: tuple[Stage, ...]
     bound: tuple[int, ...]
-    import_bound: int
+    import_bound: tuple[int, ...]
     element_bytes: int
     bucket_bytes: int
     gpus_per_node: int
@@ -150,12 +151,28 @@ class MovePlan:
 
     def schedule(self, rank: int) -> RankSchedule:
         """A rank's part of the plan, piece by piece."""
+        with _collector_paused():
+            return self._schedule(rank)
+
+    def _schedule(self, rank: int) -> RankSchedule:
         own = [unit for unit in self.units if unit.holders & unit.needers & 1 << rank]
         local = tuple(Piece(tensor, box, False) for _, tensor, box in sorted(p for unit in own for p in unit.pieces()))
         buckets: list[Bucket] = []
         for stage in self.stages:
             buckets += _stage_buckets(stage, self.units, rank)
         return RankSchedule(local, tuple(buckets))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Hundreds of thousands of tuples without cycles follow; walking them again and again would be most of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def plan_move(
@@ -184,7 +201,7 @@ def plan_move(
         tuple(units),
         tuple(stages),
         bound_bytes(units, len(places), element_bytes),
-        routing.import_bound * element_bytes,
+        tuple(elements * element_bytes for elements in routing.import_bound),
         element_bytes,
         bucket_bytes,
         gpus_per_node,
@@ -284,34 +301,41 @@ def _pieces(units: Sequence[Unit], numbers: Iterable[int], source: int) -> list[
     return [Piece(tensor, box, relayed) for _, tensor, box, relayed in sorted(keyed)]
 
 
+def _elements(box: Box) -> int:
+    count = 1
+    for start, stop in box:
+        count *= stop - start
+    return count
+
+
 def _cut(pieces: Sequence[Piece], count: int) -> list[tuple[Piece, ...]]:
     """The pieces, in order, in `count` runs of nearly equal size; a piece is cut between rows of its first dim."""
     if count == 1:
         return [tuple(pieces)]
     ends, total = [], 0
     for piece in pieces:
-        total += num_elements(piece.box)
+        total += _elements(piece.box)
         ends.append(total)
     runs: list[tuple[Piece, ...]] = []
-    place = (0, 0)
+    start, first = 0, 0
     for number in range(1, count + 1):
         target = total * number // count
-        index = bisect_right(ends, target)
-        rows = 0
-        if index < len(pieces):
-            size = box_size(pieces[index].box)
-            rows = (target - (ends[index - 1] if index else 0)) // prod(size[1:])
-        runs.append(tuple(_run(pieces, place, (index, rows))))
-        place = (index, rows)
+        stop = bisect_right(ends, target)
+        rows = (
+            (target - (ends[stop - 1] if stop else 0)) // _elements(pieces[stop].box[1:]) if stop < len(pieces) else 0
+        )
+        if start == stop:
+            run = [_rows(pieces[start], first, rows)] if first < rows else []
+        else:
+            run = [_rows(pieces[start], first, None) if first else pieces[start], *pieces[start + 1 : stop]]
+            if rows:
+                run.append(_rows(pieces[stop], 0, rows))
+        runs.append(tuple(run))
+        start, first = stop, rows
     return runs
 
 
-def _run(pieces: Sequence[Piece], start: tuple[int, int], stop: tuple[int, int]) -> Iterator[Piece]:
-    """From row `start[1]` of piece `start[0]` up to row `stop[1]` of piece `stop[0]`."""
-    for index in range(start[0], min(stop[0] + 1, len(pieces))):
-        tensor, box, relayed = pieces[index]
-        (low, high), *rest = box
-        first = low + start[1] if index == start[0] else low
-        last = low + stop[1] if index == stop[0] else high
-        if first < last:
-            yield Piece(tensor, ((first, last), *rest), relayed)
+def _rows(piece: Piece, first: int, last: int | None) -> Piece:
+    """Rows [first, last) of a piece; None: to its end."""
+    (low, high), *rest = piece.box
+    return Piece(piece.tensor, ((low + first, high if last is None else low + last), *rest), piece.relayed)

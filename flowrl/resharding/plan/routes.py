@@ -31,10 +31,10 @@ class Shipment(NamedTuple):
 
 @dataclass(frozen=True)
 class Routing:
-    """Shipments by stage; `import_bound` are the fewest elements that must enter nodes from outside."""
+    """Shipments by stage; `import_bound` are the fewest elements that must enter each node from outside."""
 
     shipments: dict[str, list[Shipment]]
-    import_bound: int
+    import_bound: tuple[int, ...]
 
 
 class Router:
@@ -60,7 +60,7 @@ class Router:
             _members(places, lambda train: (train.edp,)),
         ]
         self._shipments: dict[str, list[Shipment]] = {stage: [] for stage in STAGES}
-        self._import_bound = 0
+        self._import_bound = [0] * len(nodes)
 
     def route(self, units: Sequence[Unit]) -> Routing:
         for number, unit in enumerate(units):
@@ -72,7 +72,7 @@ class Router:
             moved = [shipment for shipment in self._shipments["pp"] if units[shipment.unit].experts]
             self._shipments["pp"] = [shipment for shipment in self._shipments["pp"] if not units[shipment.unit].experts]
             self._shipments["ep"] += moved
-        return Routing(self._shipments, self._import_bound)
+        return Routing(self._shipments, tuple(self._import_bound))
 
     def _route_node(self, number: int, unit: Unit, missing: int, holders: int) -> None:
         """`missing` and `holders` are ranks of one node."""
@@ -93,7 +93,7 @@ class Router:
             everyone = 0
             for group in lacking:
                 everyone |= group
-            self._import_bound += unit.elements
+            self._import_bound[self._node_of[bits(everyone)[0]]] += unit.elements
             self._import(number, unit, everyone, unit.holders)
 
     def _import(self, number: int, unit: Unit, group: int, holders: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from flowrl.resharding.families import EMBEDDING, Box
 from flowrl.resharding.plan.cells import Cell, Part
@@ -53,7 +53,7 @@ class Unit:
         """The ranks that need the unit and do not hold it."""
         return self.needers & ~self.holders
 
-    @property
+    @cached_property
     def max_row_elements(self) -> int:
         return max(part.max_row_elements for part in self.parts)
 
@@ -62,10 +62,11 @@ class Unit:
         for layer in self.layers:
             for part in self.parts:
                 kind = part.kind
+                boxes = [kind.box(interval) for interval in part.intervals]
                 for expert in self.experts or (0,):
-                    name = kind.name.format(layer=layer, expert=expert)
-                    for interval in part.intervals:
-                        yield (layer, kind.number, expert), name, kind.box(interval)
+                    name, key = kind.name.format(layer=layer, expert=expert), (layer, kind.number, expert)
+                    for box in boxes:
+                        yield key, name, box
 
 
 class _Masks:

@@ -1,0 +1,75 @@
+"""Tables of models with experts: every element of the folder once, every element of a parameter once."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+from plan_cases import MIXTRAL, MOE
+
+from flowrl.config.model_shape import ModelShape
+from flowrl.resharding import experts, latent
+from flowrl.resharding.regions import disjoint, num_elements
+from flowrl.resharding.shapes import SHAPES, LatentShape
+
+LAYOUTS = [(1, 1, 1), (2, 4, 1), (4, 2, 2), (1, 8, 1), (2, 1, 4)]
+
+
+def stage(shape: ModelShape, tp: int, tp_rank: int, ep: int, ep_rank: int, etp: int, etp_rank: int):  # type: ignore[no-untyped-def]
+    return experts.stage_parameters(
+        shape, tp=tp, tp_rank=tp_rank, ep=ep, ep_rank=ep_rank, etp=etp, etp_rank=etp_rank, layers=range(shape.num_layers),
+        first=True, last=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [MOE, MIXTRAL])
+def test_training_ranks_hold_every_element_of_the_folder(shape: ModelShape, layout: tuple[int, int, int]) -> None:
+    tp, ep, etp = layout
+    boxes: dict[str, list[tuple[tuple[int, int], ...]]] = {}
+    for tp_rank, ep_rank, etp_rank in product(range(tp), range(ep), range(etp)):
+        for parameter in stage(shape, tp, tp_rank, ep, ep_rank, etp, etp_rank):
+            for piece in parameter.pieces:
+                boxes.setdefault(piece.tensor, []).append(piece.source)
+    sizes = {tensor.name: prod(tensor.shape) for tensor in experts.hf_tensors(shape)}
+    assert {name: sum(map(num_elements, disjoint(there))) for name, there in boxes.items()} == sizes
+    assert sum(sizes.values()) == shape.num_parameters
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pieces_fill_every_parameter_of_experts_once(layout: tuple[int, int, int]) -> None:
+    tp, ep, etp = layout
+    for parameter in stage(MOE, tp, tp - 1, ep, ep - 1, etp, etp - 1):
+        if "word_embeddings" in parameter.name or "output_layer" in parameter.name:
+            continue  # padded
+        targets = [piece.target for piece in parameter.pieces]
+        assert sum(map(num_elements, targets)) == sum(map(num_elements, disjoint(targets))) == prod(parameter.shape)
+        assert all(num_elements(piece.source) == num_elements(piece.target) for piece in parameter.pieces)
+
+
+def test_experts_are_numbered_on_the_rank_and_named_over_all() -> None:
+    parameters = {parameter.name: parameter for parameter in stage(MOE, 1, 0, 4, 2, 1, 0)}
+    first = parameters["decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"]
+    assert [piece.tensor for piece in first.pieces] == [
+        "model.layers.1.mlp.experts.5.gate_proj.weight",
+        "model.layers.1.mlp.experts.5.up_proj.weight",
+    ]
+    assert parameters["decoder.layers.1.mlp.router.weight"].replicated
+    mixtral = {parameter.name: parameter for parameter in stage(MIXTRAL, 1, 0, 1, 0, 1, 0)}
+    second = mixtral["decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight"]
+    assert second.pieces[0].tensor == "model.layers.0.block_sparse_moe.experts.3.w2.weight"
+
+
+@pytest.mark.parametrize("layer", [0, 60])
+def test_latent_attention_is_cut_by_heads_and_its_latents_are_everywhere(layer: int) -> None:
+    shape = SHAPES["deepseek-v3"]
+    assert isinstance(shape, LatentShape)
+    found: dict[str, list[tuple[tuple[int, int], ...]]] = {}
+    for rank in range(8):
+        for parameter in latent.layer_parameters(shape, layer, tp=8, tp_rank=rank):
+            found.setdefault(parameter.name, []).append(parameter.pieces[0].source)
+    for tensor in latent.layer_tensors(shape, layer):
+        cut = any(tensor.name.endswith(name) for name in latent.CUT)
+        assert sum(map(num_elements, found[tensor.name])) == prod(tensor.shape) * (1 if cut else 8)
+        assert sum(map(num_elements, disjoint(found[tensor.name]))) == prod(tensor.shape)
