@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import RolloutConfig, RolloutLayout
-from flowrl.resharding.families import check_tensor_parallel
+from flowrl.resharding.families import check_expert_parallel, check_tensor_parallel
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
@@ -48,10 +48,14 @@ def engine_groups(world_size: int, layout: RolloutLayout) -> EngineGroups:
     )
 
 
-def check_layout(shape: ModelShape, layout: RolloutLayout) -> None:
+def check_layout(shape: ModelShape, layout: RolloutLayout, *, expert_parallel: bool = False) -> None:
     """Errors: `ValueError` with the numbers where the model cannot be cut this way."""
     try:
         check_tensor_parallel(shape, layout.tp)
+        if expert_parallel:
+            check_expert_parallel(shape, ep=layout.tp, etp=1)
+        elif shape.num_experts:
+            check_expert_parallel(shape, ep=1, etp=layout.tp)
     except ValueError as error:
         raise ValueError(f"rollout.layout: {error}") from None
     if layout.pp > shape.num_layers:

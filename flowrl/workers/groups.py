@@ -20,12 +20,15 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Place of a rank in a training layout."""
+    """Place of a rank in a training layout. For experts the ranks of a stage are numbered anew: `etp` fastest, then
+    `ep`, then replicas of the experts."""
 
     tp: int
     cp: int
     dp: int
     pp: int
+    ep: int = 0
+    etp: int = 0
 
 
 def data_parallel_size(world_size: int, layout: TrainLayout) -> int:
@@ -46,7 +49,8 @@ def coordinates(rank: int, world_size: int, layout: TrainLayout) -> Coordinates:
     rest, tp = divmod(rank, layout.tp)
     rest, cp = divmod(rest, layout.cp)
     pp, replica = divmod(rest, dp)
-    return Coordinates(tp=tp, cp=cp, dp=replica, pp=pp)
+    ep = rank // layout.etp % layout.ep
+    return Coordinates(tp=tp, cp=cp, dp=replica, pp=pp, ep=ep, etp=rank % layout.etp)
 
 
 def rank_grid(world_size: int, layout: TrainLayout) -> Ranks:

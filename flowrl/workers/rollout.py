@@ -82,7 +82,7 @@ class RolloutWorker(Worker):
 
     def _start(self, model_path: str, seed: int) -> vllm_private.Engine:
         config, device = self._config, self.device.type
-        check_layout(self._shape, config.layout)
+        check_layout(self._shape, config.layout, expert_parallel=config.expert_parallel)
         tokens = self._max_prompt_tokens + config.max_response_tokens
         if tokens > self._shape.max_positions:
             raise ValueError(
@@ -103,6 +103,7 @@ class RolloutWorker(Worker):
                 dtype=config.dtype,
                 tp=config.layout.tp,
                 pp=config.layout.pp,
+                expert_parallel=config.expert_parallel,
                 max_model_tokens=tokens,
                 max_batch_requests=config.max_batch_requests,
                 block_tokens=cache.block_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ class Setup:
 
     tp: int = 1
     pp: int = 1
+    expert_parallel: bool = False
     stops: tuple[int, ...] = ()
     num_ids: int = VOCAB
     max_prompt_tokens: int = 48
@@ -50,6 +52,7 @@ class Setup:
 def rollout(folder: Path, setup: Setup) -> RolloutWorker:
     config = RolloutConfig(
         layout=RolloutLayout(tp=setup.tp, pp=setup.pp),
+        expert_parallel=setup.expert_parallel,
         dtype=setup.dtype,
         max_response_tokens=setup.max_response_tokens,
         temperature=setup.temperature,
@@ -233,6 +236,21 @@ def move_in_small_buckets(
     wrong = wrong_regions(role, target)
     role.close()
     return wrong, report
+
+
+def numbered_experts(start: Path, target: Path, cell: Cell, setup: Setup) -> dict[tuple[int, int], list[float]]:
+    """Per layer and expert number of the folder, the values that this rank's engine holds of it after a move.
+
+    `target` holds experts filled with their number."""
+    source, role = actor(target, cell), rollout(start, setup)
+    role.receive_weights(source)
+    found: dict[tuple[int, int], list[float]] = {}
+    for region in role._recording.regions:
+        if match := re.match(r"model\.layers\.(\d+)\..*experts\.(\d+)\.", region.tensor):
+            values = place_of(region, role._parameters[region.parameter]).unique().tolist()
+            found.setdefault((int(match[1]), int(match[2])), []).extend(values)
+    role.close()
+    return found
 
 
 def repeat_moves(folder: Path, cell: Cell, setup: Setup, batch: DataProto) -> tuple[list[Rows], list[float]]:
