@@ -5,7 +5,7 @@ Actor, critic and reference differ in their head and their loss only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,9 +26,11 @@ from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import EngineConfig, OptimConfig
 from flowrl.protocol import DataProto
 from flowrl.resharding.families import HEAD, HFTensor
+from flowrl.resharding.layouts import train_places, train_sizes
+from flowrl.resharding.ranks import RankPlace
 from flowrl.single_controller.dispatch import MeshPosition
 from flowrl.workers import cuda_on_cpu
-from flowrl.workers.groups import coordinates, data_parallel_size, process_groups
+from flowrl.workers.groups import process_groups
 from flowrl.workers.heads import CriticHead, PolicyHead, ValueHead
 from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.microbatch import MicroBatch, TokenColumns, fill, make_microbatch, plan_microbatches, token_rows
@@ -78,8 +80,11 @@ class Engine:
         seed: int,
         optim: OptimConfig | None = None,
         total_steps: int = 0,
+        places: Sequence[RankPlace] | None = None,
     ) -> None:
         """Build the model and read its weights. Collective. Without `optim` the model is frozen.
+
+        `places`: those of all ranks in the layout; None for the order of `train_places`.
 
         Errors: `ValueError` where the layout does not fit the model or the world, or the folder does not fit the shape.
         """
@@ -89,13 +94,16 @@ class Engine:
         self._head = head
         layout = config.layout
         world_size = dist.get_world_size()
-        self.at = coordinates(dist.get_rank(), world_size, layout)
-        self.dp_size = data_parallel_size(world_size, layout)
+        self.places = tuple(places or train_places(world_size, train_sizes(layout)))
+        at = self.places[dist.get_rank()].train
+        assert at is not None, "every rank of the pool trains"
+        self.at = at
+        self.dp_size = world_size // (layout.tp * layout.cp * layout.pp)
         self.is_last = self.at.pp == layout.pp - 1
         self.folder = HFFolder(folder)
         self.folder.check(shape, head=head.is_language_model)
         with cuda_on_cpu.active():
-            self.groups = process_groups(layout)
+            self.groups = process_groups(self.places)
             self._build(seed)
             self.weights.load(self.folder)
             self._load_value_head()
@@ -121,7 +129,7 @@ class Engine:
             if self._head.is_language_model or not name.startswith("output_layer.")
         }
         self.weights = ModelWeights(
-            self._shape, self._config.layout, self.at, parameters, head=self._head.is_language_model
+            self._shape, self._config.layout, self.places, parameters, head=self._head.is_language_model
         )
 
     def _global_name(self, name: str) -> str:

@@ -160,7 +160,7 @@ class _Groups:
 
     def __init__(self) -> None:
         self.default_group: Any = None
-        self.by_layout: dict[tuple[int, int], dict[str, Any]] = {}
+        self.by_layout: dict[str, dict[str, Any]] = {}
 
 
 _groups = _Groups()
@@ -204,7 +204,7 @@ def install_groups(
     os.environ["VLLM_DIST_IDENT"] = f"{run_name}-r{rank}"
     if _groups.default_group is not dist.group.WORLD:
         _groups.default_group, _groups.by_layout = dist.group.WORLD, {}
-    layout = (len(tp_groups[0]), len(pp_groups[0]))
+    layout = f"{tp_groups} {pp_groups}"
     if layout not in _groups.by_layout:
         _groups.by_layout[layout] = _make_groups(tp_groups, pp_groups, local_rank)
     groups = _groups.by_layout[layout]

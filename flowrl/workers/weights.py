@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from flowrl.resharding.families import (
     stage_layers,
     stage_parameters,
 )
-from flowrl.workers.groups import Coordinates, coordinates
+from flowrl.resharding.ranks import RankPlace, TrainPlace
 from flowrl.workers.hf_weights import HFFolder
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -56,7 +56,7 @@ def global_name(local: str, first_layer: int, first_expert: int) -> str:
     return EXPERT.sub(lambda match: f".local_experts.{first_expert + int(match[1])}.", name)
 
 
-def expert_shard(layout: TrainLayout, at: Coordinates) -> ExpertShard:
+def expert_shard(layout: TrainLayout, at: TrainPlace) -> ExpertShard:
     """What the rank at this place holds of the experts."""
     return ExpertShard(ep=layout.ep, ep_rank=at.ep, etp=layout.etp, etp_rank=at.etp)
 
@@ -68,7 +68,7 @@ def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 class ModelWeights:
     """Weights of a model on this rank.
 
-    `parameters` are the local Megatron parameters by global name; `at` is this rank's place in `layout`.
+    `parameters` are the local Megatron parameters by global name; `places` are those of all ranks in `layout`.
     Errors: `ValueError` where Megatron's parameters and the family table disagree in a name or a shape.
     """
 
@@ -76,7 +76,7 @@ class ModelWeights:
         self,
         shape: ModelShape,
         layout: TrainLayout,
-        at: Coordinates,
+        places: Sequence[RankPlace],
         parameters: Mapping[str, torch.nn.Parameter],
         *,
         head: bool,
@@ -85,14 +85,15 @@ class ModelWeights:
         self.layout = layout
         self._parameters = dict(parameters)
         self._head = head
-        self._table = self._stage(at)
+        self._places = [place.train for place in places if place.train is not None]
+        self._table = self._stage(self._places[dist.get_rank()])
         expected = {parameter.name: parameter.shape for parameter in self._table}
         actual = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         if expected != actual:
             different = sorted(set(expected.items()) ^ set(actual.items()))
             raise ValueError(f"the family table and Megatron-core disagree about {different[:6]}")
 
-    def _stage(self, at: Coordinates) -> tuple[Parameter, ...]:
+    def _stage(self, at: TrainPlace) -> tuple[Parameter, ...]:
         layers = stage_layers(self.shape.num_layers, self.layout.pp, self.layout.first_stage_layers)[at.pp]
         return stage_parameters(
             self.shape,
@@ -127,11 +128,9 @@ class ModelWeights:
     def _sources(self) -> dict[str, list[_Source]]:
         """For each Hugging Face tensor, pieces that cover it exactly once: each from the first rank that holds it."""
         sources: dict[str, list[_Source]] = {}
-        world_size = dist.get_world_size()
         found: set[tuple[str, Box]] = set()
         seen: set[tuple[int, ...]] = set()
-        for rank in range(world_size):
-            at = coordinates(rank, world_size, self.layout)
+        for rank, at in enumerate(self._places):
             if (place := (at.pp, at.tp, at.ep, at.etp)) in seen:
                 continue
             seen.add(place)

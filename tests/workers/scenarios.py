@@ -26,6 +26,8 @@ from flowrl.config.schema import (
 )
 from flowrl.protocol import DataProto, Ragged, merge_metrics
 from flowrl.resharding.families import EMBEDDING
+from flowrl.resharding.layouts import train_sizes
+from flowrl.resharding.ranks import ParallelSizes
 from flowrl.single_controller.dispatch import neighbouring_rows
 from flowrl.single_controller.worker import Place, construct
 from flowrl.workers.actor import ActorWorker
@@ -73,6 +75,10 @@ def engine_settings(cell: Cell) -> dict[str, Any]:
     )
 
 
+def sizes_of(cell: Cell) -> ParallelSizes:
+    return train_sizes(layout_of(cell))
+
+
 def place() -> Place:
     return Place(rank=dist.get_rank(), world_size=dist.get_world_size())
 
@@ -85,6 +91,7 @@ def actor(
     temperature: float = 1.0,
     num_ids: int = VOCAB,
     total_steps: int = 8,
+    beside: ParallelSizes | None = None,
     **config: Any,
 ) -> ActorWorker:
     settings = ActorConfig(**{"optim": OPTIM, **engine_settings(cell), **config})
@@ -99,6 +106,7 @@ def actor(
         num_tokenizer_ids=num_ids,
         total_optimizer_steps=total_steps,
         seed=0,
+        beside=beside,
     )
 
 
