@@ -184,7 +184,7 @@ def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     table = ModelWeights(
         engine._shape,
         engine._config.layout,
-        engine.at,
+        engine.places,
         gradients,  # type: ignore[arg-type]
         head=engine._head.is_language_model,
     )
