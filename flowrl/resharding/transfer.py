@@ -23,6 +23,7 @@ from flowrl.resharding.process_groups import process_group
 from flowrl.resharding.proof import prove
 from flowrl.resharding.recorder import Recording, place_of
 from flowrl.resharding.steps import Regions, Slot, Step, check_sides, make_counts, make_steps
+from flowrl.resharding.waiting import give_up, wait_for
 
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Most bytes of a bucket, what a rank sends and receives in it together, by device type."""
@@ -130,7 +131,7 @@ class Transfer:
     def move(self, held: Sequence[Held]) -> MoveReport:
         """Write the trainer's weights into the engine's parameters. Collective.
 
-        Error: `RuntimeError` naming rank, stage and bucket where an exchange fails, as when another rank has died.
+        Error: `RuntimeError` naming rank, stage and bucket on all ranks within seconds when one of them has died.
         """
         start = time.perf_counter()
         views, traffic = self._views(held), _Traffic()
@@ -148,6 +149,7 @@ class Transfer:
             before = travelling
         if before is not None:
             self._finish(before, traffic)
+        self._meet()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return MoveReport(
@@ -183,7 +185,7 @@ class Transfer:
                 incoming, outgoing, list(step.received), list(step.sent), self._groups[step.group], async_op=True
             )
         except RuntimeError as error:
-            raise self._broken(step) from error
+            raise _broken(self._what(step), error) from error
         _add(traffic.seconds, step.stage, time.perf_counter() - start)
         return _Travelling(step, incoming, outgoing, extra, work)
 
@@ -201,9 +203,9 @@ class Transfer:
         start = time.perf_counter()
         step, incoming = travelling.step, travelling.incoming
         try:
-            travelling.work.wait()
+            wait_for(travelling.work, self._device)
         except RuntimeError as error:
-            raise self._broken(step) from error
+            raise _broken(self._what(step), error) from error
         for slot in step.installs:
             place = self._places[slot.region][slot.there]
             if place.data_ptr() != incoming.data_ptr():
@@ -211,11 +213,17 @@ class Transfer:
         traffic.alive -= travelling.extra
         _add(traffic.seconds, step.stage, time.perf_counter() - start)
 
-    def _broken(self, step: Step) -> RuntimeError:
-        return RuntimeError(
-            f"rank {self._rank}: the exchange of bucket {step.number} of stage {step.stage} among ranks {list(step.group)} "
-            "failed: one of them has died or waits elsewhere"
-        )
+    def _what(self, step: Step) -> str:
+        ranks = ", ".join(map(str, step.group))
+        return f"rank {self._rank}: the exchange of bucket {step.number} of stage {step.stage} among ranks {ranks}"
+
+    def _meet(self) -> None:
+        """Wait until the move is over on all ranks: nobody goes on alone after a failure elsewhere."""
+        try:
+            arrived = dist.all_reduce(torch.zeros(1, device=self._device), async_op=True)
+            wait_for(arrived, self._device)
+        except RuntimeError as error:
+            raise _broken(f"rank {self._rank}: the end of the move", error) from error
 
     @torch.no_grad()
     def verify(self, held: Sequence[Held]) -> int:
@@ -237,6 +245,13 @@ def _make_groups(plan: MovePlan) -> dict[tuple[int, ...], dist.ProcessGroup]:
         if group not in found:
             found[group] = process_group(group)
     return found
+
+
+def _broken(what: str, error: RuntimeError) -> RuntimeError:
+    """The error of this rank, told to the others too."""
+    message = f"{what} failed, because a rank has died or given up: {error}"
+    give_up(message)
+    return RuntimeError(message)
 
 
 def _part(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:

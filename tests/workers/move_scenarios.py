@@ -106,8 +106,8 @@ class _Corrupted:
     def __init__(self, work: Any, incoming: torch.Tensor) -> None:
         self._work, self._incoming = work, incoming
 
-    def wait(self) -> None:
-        self._work.wait()
+    def wait(self, timeout: Any) -> None:
+        self._work.wait(timeout)
         self._incoming.view(torch.int32)[len(self._incoming) // 2] ^= 1
 
 
