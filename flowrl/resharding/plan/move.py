@@ -189,13 +189,14 @@ def plan_move(
 
     Errors: `ValueError` where the model cannot be cut like this, with the numbers, or a needed element is held nowhere.
     """
-    units = make_units(places, model_table(shape, train, rollout))
-    routing = Router(places, gpus_per_node).route(units)
-    stages = [
-        _stage(name, routing.shipments[name], units, len(places), element_bytes, bucket_bytes, gpus_per_node)
-        for name in STAGES
-        if routing.shipments[name]
-    ]
+    with _collector_paused():
+        units = make_units(places, model_table(shape, train, rollout))
+        routing = Router(places, gpus_per_node).route(units)
+        stages = [
+            _stage(name, routing.shipments[name], units, len(places), element_bytes, bucket_bytes, gpus_per_node)
+            for name in STAGES
+            if routing.shipments[name]
+        ]
     return MovePlan(
         tuple(places),
         tuple(units),

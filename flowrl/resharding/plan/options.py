@@ -49,23 +49,24 @@ class Options:
     out: Path | None
 
 
+KEYS = {
+    "model": "a named shape or a Hugging Face folder",
+    "train": "for example tp8pp4dp4; sizes tp, cp, pp, vpp, ep, etp and, if you like, dp",
+    "rollout": "for example tp4,tp8pp2,tp8ep8; sizes tp, pp, ep (1 or tp) and, if you like, dp",
+    "world": "ranks that train, where `train` has no dp",
+    "rollout_world": "further ranks that generate; left out, the training ranks generate",
+    "link_gb_s": "speed between ranks of a node, GB/s per rank and direction (450)",
+    "nic_gb_s": "speed between nodes, GB/s per rank and direction (50)",
+    "gpus_per_node": "ranks of a node (8)",
+    "dtype": "on the wire, the narrower of both sides: bfloat16 (default) or float32",
+    "bucket_bytes": f"most that a rank receives and sends at a time ({BUCKET_BYTES})",
+    "out": "write the figures as JSON to this file",
+}
 USAGE = """python -m flowrl.resharding.plan model=NAME train=LAYOUT rollout=LAYOUT[,LAYOUT...] [key=value ...]
 
 Plans the move of a model's weights from a training layout to generation layouts; nothing runs.
 
-model          a named shape or a Hugging Face folder
-train          for example tp8pp4dp4; sizes tp, cp, pp, vpp, ep, etp and, if you like, dp
-rollout        for example tp4,tp8pp2,tp8ep8; sizes tp, pp, ep (1 or tp) and, if you like, dp
-world          ranks that train, where `train` has no dp
-rollout_world  further ranks that generate; left out, the training ranks generate
-link_gb_s      speed between ranks of a node, GB/s per rank and direction (450)
-nic_gb_s       speed between nodes, GB/s per rank and direction (50)
-gpus_per_node  ranks of a node (8)
-dtype          on the wire, the narrower of both sides: bfloat16 (default) or float32
-bucket_bytes   most that a rank receives and sends at a time (268435456)
-out            write the figures as JSON to this file
-"""
-_KEYS = re.findall(r"^([a-z_]+) {2,}", USAGE, re.MULTILINE)
+""" + "".join(f"{key:<15}{text}\n" for key, text in KEYS.items())
 
 
 def parse_layout(key: str, text: str) -> Layout:
@@ -132,10 +133,10 @@ def parse_options(arguments: Sequence[str]) -> Options:
     given: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if key not in _KEYS or not equals:
-            near = difflib.get_close_matches(key, _KEYS, 1)
+        if key not in KEYS or not equals:
+            near = difflib.get_close_matches(key, KEYS, 1)
             hint = f"; did you mean {near[0]}=...?" if near else ""
-            raise ValueError(f"unknown argument {argument!r}{hint}; known: {', '.join(_KEYS)} (each as key=value)")
+            raise ValueError(f"unknown argument {argument!r}{hint}; known: {', '.join(KEYS)} (each as key=value)")
         if key in given:
             raise ValueError(f"{key} is given twice: {given[key]} and {value}")
         given[key] = value

@@ -26,12 +26,13 @@ COLUMNS = (
 
 def table(shape: ModelShape, options: Options, rows: Sequence[Row]) -> Table:
     """One line per generation layout."""
-    size = shape.num_parameters * options.element_bytes / 1e9
+    size = shape.num_parameters * options.element_bytes
+    shown_size = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
     ranks = f"{options.world} ranks"
     if options.rollout_world is not None:
         ranks += f" and {options.rollout_world} others that generate"
     shown = Table(
-        title=f"{options.model}, {size:.1f} GB, trained {options.train.text} on {ranks}, {options.gpus_per_node} a node",
+        title=f"{options.model}, {shown_size}, trained {options.train.text} on {ranks}, {options.gpus_per_node} a node",
         caption=f"bytes received per rank; predicted: busiest rank of every stage, {options.link_gb_s:g} GB/s in a node, "
         f"{options.nic_gb_s:g} GB/s between nodes, no latency",
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 
 from flowrl.resharding.families import EMBEDDING, Box
 from flowrl.resharding.plan.cells import Cell, Part
@@ -15,7 +15,7 @@ from flowrl.resharding.plan.tables import ModelTable
 from flowrl.resharding.ranks import RankPlace
 
 
-@cache
+@lru_cache(maxsize=1 << 16)
 def bits(mask: int) -> tuple[int, ...]:
     """The set bits of a mask, ascending."""
     found = []
