@@ -98,7 +98,9 @@ class StepConsole:
             shown = [f"{title} {value}" for (title, _, _), value in zip(COLUMNS, values, strict=True) if value]
             left = (time.monotonic() - self._started) / step * (self._total_steps - step)
             self.message(
-                f"step {step}/{self._total_steps}  " + "  ".join(shown) + f"  left {left:.0f} s  ({'; '.join(part.plain for part in self._foot)})"
+                f"step {step}/{self._total_steps}  "
+                + "  ".join(shown)
+                + f"  left {left:.0f} s  ({'; '.join(part.plain for part in self._foot)})"
             )
             return
         self._rows.append((str(step), *values))

@@ -81,7 +81,9 @@ class Run:
             )
         )  # fmt: skip
         self.console.message(self.cluster.banner)
-        self.console.message(f"starting {config.cluster.devices} processes on {config.cluster.device}: imports take most of the time")
+        self.console.message(
+            f"starting {config.cluster.devices} processes on {config.cluster.device}: imports take most of the time"
+        )
         self.clock = PhaseClock(self.cluster)
         self._roles = Roles(config, self.cluster, model, shape, self.tokenizer, stack)
 

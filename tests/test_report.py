@@ -102,4 +102,3 @@ def test_the_tracker_writes_every_step_and_a_picture(tmp_path: Path) -> None:
     assert picture is not None and picture.stat().st_size > 5000
     (event,) = json.loads((tmp_path / "profile" / "step_1.json").read_text())["traceEvents"]
     assert event["name"] == "rollout.generate" and event["dur"] == pytest.approx(5e5)
-

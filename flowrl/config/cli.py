@@ -15,7 +15,9 @@ from flowrl.config.tree import ConfigError
 EXIT_CONFIGURATION = 2
 
 
-def run_main(main: Callable[[Config], int | None], argv: Sequence[str] | None = None, *, recipe: Recipe | None = None) -> NoReturn:
+def run_main(
+    main: Callable[[Config], int | None], argv: Sequence[str] | None = None, *, recipe: Recipe | None = None
+) -> NoReturn:
     """Composes the configuration and ends the process with the exit code of `main` (None: 0).
 
     `--help` and `dry_run=true` print and exit 0. A `ConfigError`, from here or from `main` (data, tokenizer, reward

@@ -104,7 +104,9 @@ def _parse(argv: Sequence[str]) -> list[Override]:
         try:
             parsed.extend(OverridesParser.create().parse_overrides([text]))
         except HydraException as error:
-            wrong.append(f"cannot read {text!r}: {_one_line(error)}; write KEY=VALUE, with quotes inside quotes for odd text: KEY=\"'a=b'\"")
+            wrong.append(
+                f"cannot read {text!r}: {_one_line(error)}; write KEY=VALUE, with quotes inside quotes for odd text: KEY=\"'a=b'\""
+            )
     if wrong:
         raise ConfigError(*wrong)
     return parsed
@@ -117,7 +119,10 @@ def _one_line(error: Exception) -> str:
 
 def _choices(overrides: Sequence[Override], groups: Mapping[str, Mapping[str, type]], recipe: Recipe) -> dict[str, str]:
     """The variant of each group: the user's, else the recipe's, else the default."""
-    chosen = {group: GROUP_DEFAULTS[group] if GROUP_DEFAULTS[group] in types else next(iter(types)) for group, types in groups.items()}
+    chosen = {
+        group: GROUP_DEFAULTS[group] if GROUP_DEFAULTS[group] in types else next(iter(types))
+        for group, types in groups.items()
+    }
     wrong = []
     for override in [*_parse(recipe.defaults), *overrides]:
         group = override.key_or_group
@@ -128,7 +133,9 @@ def _choices(overrides: Sequence[Override], groups: Mapping[str, Mapping[str, ty
             chosen[group] = name
         else:
             given = override.get_value_string()
-            wrong.append(f"{group}={given} is not legal; legal: {' | '.join(groups[group])}{nearest(given, groups[group])}")
+            wrong.append(
+                f"{group}={given} is not legal; legal: {' | '.join(groups[group])}{nearest(given, groups[group])}"
+            )
     if wrong:
         raise ConfigError(*wrong)
     return chosen
@@ -160,13 +167,17 @@ def _check_keys(
         elif override.package is not None:
             wrong.append(f"{text}: packages (@) have no meaning here")
         elif override.is_sweep_override():
-            wrong.append(f"{text}: one run takes one value; a list is written {key}=[a,b], text with commas {key}=\"'a,b'\"")
+            wrong.append(
+                f"{text}: one run takes one value; a list is written {key}=[a,b], text with commas {key}=\"'a,b'\""
+            )
         elif key in known and isinstance(override.value(), dict):
             wrong.append(refusal(known[key], override.value()))
         elif key in sections(Config):
             value = override.value()
             if not isinstance(value, dict):
-                wrong.append(f"{text}: {key} is a section; set its keys, as in {next(k for k in known if k.startswith(key + '.'))}=...")
+                wrong.append(
+                    f"{text}: {key} is a section; set its keys, as in {next(k for k in known if k.startswith(key + '.'))}=..."
+                )
             else:
                 wrong += [_unknown(name, known, groups, chosen) for name in _keys(override, known) if name not in known]
     if wrong:
@@ -176,7 +187,11 @@ def _check_keys(
 def _keys(override: Override, known: Mapping[str, Knob]) -> list[str]:
     """The leaves that an override sets."""
     value = override.value()
-    return list(flatten(nested({override.key_or_group: value}), known)) if isinstance(value, dict) else [override.key_or_group]
+    return (
+        list(flatten(nested({override.key_or_group: value}), known))
+        if isinstance(value, dict)
+        else [override.key_or_group]
+    )
 
 
 def _unknown(
@@ -200,7 +215,9 @@ def _applies(default: str, groups: Mapping[str, Any], chosen: Mapping[str, str])
     return group != key and key in knobs(groups[group][chosen[group]], f"{group}.")
 
 
-def _hydra(overrides: Sequence[str], groups: Mapping[str, Mapping[str, type]], chosen: Mapping[str, str]) -> dict[str, Any]:
+def _hydra(
+    overrides: Sequence[str], groups: Mapping[str, Mapping[str, type]], chosen: Mapping[str, str]
+) -> dict[str, Any]:
     """Hydra's composition as nested plain containers, interpolations resolved."""
     store = ConfigStore.instance()
     for group, types in groups.items():

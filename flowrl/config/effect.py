@@ -25,13 +25,22 @@ def _idle(config: Config) -> Iterator[tuple[str, str]]:
         for name in ("distributed_optimizer", "recompute"):
             yield f"reference.{name}", "the reference is frozen, it has no optimizer and no backward pass; remove it"
     if config.placement != "split":
-        yield "cluster.critic_devices", f"placement={config.placement} puts the critic on the main pool; remove it or choose placement=split"
+        yield (
+            "cluster.critic_devices",
+            f"placement={config.placement} puts the critic on the main pool; remove it or choose placement=split",
+        )
     elif not config.algorithm.needs_critic:
-        yield "placement", f"split places a critic apart and {type(config.algorithm).__name__} has none; choose colocate"
+        yield (
+            "placement",
+            f"split places a critic apart and {type(config.algorithm).__name__} has none; choose colocate",
+        )
         yield "cluster.critic_devices", f"{type(config.algorithm).__name__} has no critic; remove it"
     for role, section in (("actor", config.actor), ("critic", config.critic)):
         if section.optim.schedule == "constant":
-            yield f"{role}.optim.min_lr", f"{role}.optim.schedule=constant keeps the learning rate; choose linear or cosine"
+            yield (
+                f"{role}.optim.min_lr",
+                f"{role}.optim.schedule=constant keeps the learning rate; choose linear or cosine",
+            )
     if config.cluster.device == "cpu":
         yield "rollout.gpu_memory_fraction", "cluster.device=cpu; remove it (rollout.kv_cache_bytes sizes the cache)"
     if not config.data.eval_files:

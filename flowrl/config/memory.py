@@ -30,9 +30,7 @@ class Memory:
         return sum(self.parts.values())
 
 
-def rank_parameters(
-    shape: ModelShape, tp: int, pp: int, first_stage_layers: int | None, expert_parts: int = 1
-) -> int:
+def rank_parameters(shape: ModelShape, tp: int, pp: int, first_stage_layers: int | None, expert_parts: int = 1) -> int:
     """Parameters on the rank that holds most, of a model cut into `tp` parts and `pp` stages, with a part of
     `expert_parts` of each layer's experts."""
     one = replace(shape, num_layers=1, tied=True).num_parameters
@@ -100,7 +98,11 @@ def microbatch_tokens(section: EngineConfig, config: Config) -> int:
 def _activations(section: EngineConfig, shape: ModelShape, config: Config, *, backward: bool) -> int:
     tokens, layout = microbatch_tokens(section, config), section.layout
     # Per token and layer: residuals and norms, queries to attention output, the two widths of the feed-forward part.
-    whole = 6 * shape.hidden_size + (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // layout.tp + 3 * shape.active_ffn_size // (layout.etp if shape.num_experts else layout.tp)
+    whole = (
+        6 * shape.hidden_size
+        + (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // layout.tp
+        + 3 * shape.active_ffn_size // (layout.etp if shape.num_experts else layout.tp)
+    )
     layers = -(-shape.num_layers // layout.pp)
     if not backward:
         elements = whole

@@ -103,7 +103,9 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     try:
         raw = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
-        raise ValueError(f"model folder {folder} has no config.json; give a Hugging Face folder or builtin:tiny") from None
+        raise ValueError(
+            f"model folder {folder} has no config.json; give a Hugging Face folder or builtin:tiny"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
     names = raw.get("architectures") or ["(none)"]

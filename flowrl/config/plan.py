@@ -97,7 +97,9 @@ def _roles(config: Config) -> Iterator[RolePlan]:
 def _trainer_role(role: str, layout: TrainLayout, model: str, config: Config) -> RolePlan:
     devices = pool_devices(config, role)
     pool = "critic" if role == "critic" and config.placement == "split" else "main"
-    extra = [f", {name} {size}" for name, size in (("cp", layout.cp), ("ep", layout.ep), ("etp", layout.etp)) if size > 1]
+    extra = [
+        f", {name} {size}" for name, size in (("cp", layout.cp), ("ep", layout.ep), ("etp", layout.etp)) if size > 1
+    ]
     text = f"tp {layout.tp}, pp {layout.pp}" + "".join(extra)
     return RolePlan(role, pool, range(devices), text, devices // (layout.tp * layout.pp * layout.cp), model)
 
@@ -120,7 +122,9 @@ def _update(role: str, section: ActorConfig | CriticConfig, config: Config) -> U
     )
 
 
-def _notes(config: Config, estimate: Sequence[Memory], updates: Sequence[UpdatePlan], machine: Machine) -> Iterator[str]:
+def _notes(
+    config: Config, estimate: Sequence[Memory], updates: Sequence[UpdatePlan], machine: Machine
+) -> Iterator[str]:
     row = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     for update in updates:
         if update.budget_tokens < row:
@@ -193,6 +197,7 @@ def _batches(plan: RunPlan) -> list[str]:
 
 def _memory(plan: RunPlan) -> list[str]:
     return [
-        f"{m.role:<10} {m.phase:<10} {size(m.total):>10}   " + ", ".join(f"{name} {size(part)}" for name, part in m.parts.items())
+        f"{m.role:<10} {m.phase:<10} {size(m.total):>10}   "
+        + ", ".join(f"{name} {size(part)}" for name, part in m.parts.items())
         for m in plan.memory
     ]

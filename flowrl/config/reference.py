@@ -77,7 +77,9 @@ def help_text(recipe: Recipe | None = None) -> str:
 
 def number_of_keys() -> int:
     """Every key of every variant, and the groups themselves."""
-    return len(knobs(Config)) + sum(1 + len({key for cls in types.values() for key in knobs(cls)}) for types in VARIANTS.values())
+    return len(knobs(Config)) + sum(
+        1 + len({key for cls in types.values() for key in knobs(cls)}) for types in VARIANTS.values()
+    )
 
 
 if __name__ == "__main__":

@@ -86,7 +86,10 @@ def _layouts(out: dict[str, Any], shapes: Shapes) -> None:
         pool = out["cluster.critic_devices"] if role == "critic" and out["placement"] == "split" else devices
         given = _given(out, role)
         inherited = {**actor, **given}
-        if actor["first_stage_layers"] is not None and stage_layers(shape.num_layers, inherited["pp"], inherited["first_stage_layers"]) is None:
+        if (
+            actor["first_stage_layers"] is not None
+            and stage_layers(shape.num_layers, inherited["pp"], inherited["first_stage_layers"]) is None
+        ):
             inherited["first_stage_layers"] = given.get("first_stage_layers")
         _store(out, role, inherited if _fits(inherited, shape, pool) else _own_layout(given, shape, pool))
 

@@ -66,7 +66,9 @@ def _machine(config: Config, facts: Facts) -> Iterator[str]:
         devices += cluster.critic_devices
         text += f" and cluster.critic_devices={cluster.critic_devices} (together {devices})"
     if cluster.device == "cuda" and devices > machine.gpus:
-        remedy = "cluster.device=cpu, a Ray cluster (cluster.address)" + (f", or at most {machine.gpus} devices" if machine.gpus else "")
+        remedy = "cluster.device=cpu, a Ray cluster (cluster.address)" + (
+            f", or at most {machine.gpus} devices" if machine.gpus else ""
+        )
         yield f"{text} with cluster.device=cuda needs {devices} GPUs; torch sees {machine.gpus} here; use {remedy}"
     most = int(machine.cpus / MIN_CPUS_PER_DEVICE)
     if cluster.device == "cpu" and devices > most:
@@ -141,12 +143,21 @@ def _schedule(config: Config, facts: Facts) -> Iterator[str]:
 
 def _context(config: Config, facts: Facts) -> Iterator[str]:
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    for key, shape in (("model.path", facts.shapes.policy), ("critic.path", facts.shapes.critic), ("reference.path", facts.shapes.reference)):
+    for key, shape in (
+        ("model.path", facts.shapes.policy),
+        ("critic.path", facts.shapes.critic),
+        ("reference.path", facts.shapes.reference),
+    ):
         if key != "model.path" and shape is facts.shapes.policy:
             continue
         limits = [(shape.max_positions, "positions")]
         if shape.sliding_window is not None:
-            limits.append((shape.sliding_window, "tokens of sliding-window attention, beyond which training and generation would differ"))
+            limits.append(
+                (
+                    shape.sliding_window,
+                    "tokens of sliding-window attention, beyond which training and generation would differ",
+                )
+            )
         for limit, what in limits:
             if prompt + response > limit:
                 yield (

@@ -34,7 +34,9 @@ def section(cls: type, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = knob("builtin:tiny", "Hugging Face folder (safetensors, config, tokenizer) of actor and reference, or `builtin:tiny`")
+    path: str = knob(
+        "builtin:tiny", "Hugging Face folder (safetensors, config, tokenizer) of actor and reference, or `builtin:tiny`"
+    )
     trust_remote_code: bool = knob(False, "run Python code that lies in the model folder")
     cache_dir: str = knob("~/.cache/flowrl", "where built-in models are made once and kept")
 
@@ -43,32 +45,60 @@ class ModelConfig:
 class ClusterConfig:
     devices: int = knob(2, "devices of the main pool: one process each", minimum=1)
     device: Device = knob(AUTO, "`cpu`, `cuda` or `auto` (cuda where torch sees one)")
-    critic_devices: int = knob(AUTO, "devices of the critic's own pool under `placement=split`; auto: half of `cluster.devices`, at least 1", minimum=1)
-    address: str | None = knob(None, "Ray cluster to join (`host:port` or `auto`); null: RAY_ADDRESS if set, else a new local cluster")
-    object_store_bytes: int = knob(AUTO, "size of a new local cluster's object store, bytes; auto: a quarter of free shared memory, at most 2 GiB", minimum=80_000_000)
-    placement_timeout_seconds: float = knob(300.0, "how long to wait for devices that other jobs hold, seconds", minimum=1)
-    collective_timeout_seconds: float = knob(600.0, "a collective that waits longer than this is a failure, seconds", minimum=5)
+    critic_devices: int = knob(
+        AUTO,
+        "devices of the critic's own pool under `placement=split`; auto: half of `cluster.devices`, at least 1",
+        minimum=1,
+    )
+    address: str | None = knob(
+        None, "Ray cluster to join (`host:port` or `auto`); null: RAY_ADDRESS if set, else a new local cluster"
+    )
+    object_store_bytes: int = knob(
+        AUTO,
+        "size of a new local cluster's object store, bytes; auto: a quarter of free shared memory, at most 2 GiB",
+        minimum=80_000_000,
+    )
+    placement_timeout_seconds: float = knob(
+        300.0, "how long to wait for devices that other jobs hold, seconds", minimum=1
+    )
+    collective_timeout_seconds: float = knob(
+        600.0, "a collective that waits longer than this is a failure, seconds", minimum=5
+    )
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    train_files: tuple[str, ...] = knob(("builtin:arithmetic",), "JSONL or Parquet files, Hugging Face dataset names (`hf:NAME[:SPLIT]`), or `builtin:arithmetic`")
+    train_files: tuple[str, ...] = knob(
+        ("builtin:arithmetic",),
+        "JSONL or Parquet files, Hugging Face dataset names (`hf:NAME[:SPLIT]`), or `builtin:arithmetic`",
+    )
     eval_files: tuple[str, ...] = knob(("builtin:arithmetic",), "held-out prompts, same forms; empty: no evaluation")
-    prompts_per_step: int = knob(64, "prompts per training step (each sampled `rollout.samples_per_prompt` times)", minimum=1)
+    prompts_per_step: int = knob(
+        64, "prompts per training step (each sampled `rollout.samples_per_prompt` times)", minimum=1
+    )
     max_prompt_tokens: int = knob(16, "limit on a prompt after templating, tokens", minimum=1)
     overlong: Literal["error", "drop", "truncate_left"] = knob("error", "what happens to a prompt over the limit")
     shuffle: bool = knob(True, "new order of prompts per epoch, from `trainer.seed`")
     chat_template: str | None = knob(None, "file with a Jinja chat template that replaces the tokenizer's")
-    template_strings: bool = knob(False, "wrap string prompts as one user message in the chat template; false: plain text")
+    template_strings: bool = knob(
+        False, "wrap string prompts as one user message in the chat template; false: plain text"
+    )
     eval_prompts: int | None = knob(128, "evaluate on the first N held-out prompts; null: all", minimum=1)
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    function: str = knob(AUTO, "`package.module:name` or `path/to/file.py:name`; auto: the built-in task's grader (an error with other data)")
+    function: str = knob(
+        AUTO,
+        "`package.module:name` or `path/to/file.py:name`; auto: the built-in task's grader (an error with other data)",
+    )
     num_processes: int = knob(AUTO, "reward processes; auto: one per CPU, at most 8", minimum=1)
-    timeout_seconds: float = knob(10.0, "wall-clock limit per row (or per batch of a `@batched` function), seconds", minimum=0.01)
-    on_error: str = knob("raise", "`raise` ends the run naming row and function; `score:<x>` scores the row x and counts it")
+    timeout_seconds: float = knob(
+        10.0, "wall-clock limit per row (or per batch of a `@batched` function), seconds", minimum=0.01
+    )
+    on_error: str = knob(
+        "raise", "`raise` ends the run naming row and function; `score:<x>` scores the row x and counts it"
+    )
 
 
 @dataclass(frozen=True)
@@ -86,21 +116,37 @@ class RolloutConfig:
     top_k: int = knob(0, "keep the k likeliest tokens; 0 is off", minimum=0)
     stop_token_ids: tuple[int, ...] = knob((), "further ids that end a response, beside those of tokenizer and model")
     layout: RolloutLayout = section(RolloutLayout, "parallel layout of generation")
-    expert_parallel: bool = knob(False, "whole experts spread over the tensor-parallel ranks, instead of a slice of every expert on each")
+    expert_parallel: bool = knob(
+        False, "whole experts spread over the tensor-parallel ranks, instead of a slice of every expert on each"
+    )
     dtype: DType = knob(AUTO, "weights of the engine; auto: float32 on cpu, bfloat16 on cuda")
-    max_batch_requests: int = knob(AUTO, "requests that an engine runs at once; auto: rows of a step per replica, at most 512", minimum=1)
-    kv_cache_bytes: int = knob(AUTO, "KV cache per rank, bytes; auto: what max_batch_requests full sequences need, bounded by memory", minimum=1)
+    max_batch_requests: int = knob(
+        AUTO, "requests that an engine runs at once; auto: rows of a step per replica, at most 512", minimum=1
+    )
+    kv_cache_bytes: int = knob(
+        AUTO,
+        "KV cache per rank, bytes; auto: what max_batch_requests full sequences need, bounded by memory",
+        minimum=1,
+    )
     gpu_memory_fraction: float = knob(0.4, "share of a GPU that the engine may use", minimum=0.05, maximum=0.95)
-    fingerprint_every: int = knob(1, "compare trainer's and engine's weights after every n-th transfer; 0 is never", minimum=0)
-    logprob_diff_warn: float = knob(0.05, "warn when mean |trainer - rollout| log-prob of a step exceeds this", minimum=0)
+    fingerprint_every: int = knob(
+        1, "compare trainer's and engine's weights after every n-th transfer; 0 is never", minimum=0
+    )
+    logprob_diff_warn: float = knob(
+        0.05, "warn when mean |trainer - rollout| log-prob of a step exceeds this", minimum=0
+    )
 
 
 @dataclass(frozen=True)
 class TrainLayout:
     tp: int = knob(AUTO, "tensor-parallel size; auto: 1 on one device, 2 on two, else 1", minimum=1)
     pp: int = knob(AUTO, "pipeline-parallel size; auto: 1", minimum=1)
-    vpp: int = knob(AUTO, "virtual pipeline stages per rank (interleaving); auto: 1; more is not built yet: refused", minimum=1)
-    first_stage_layers: int | None = knob(AUTO, "layers on the first pipeline stage; null or auto: equal stages", minimum=1)
+    vpp: int = knob(
+        AUTO, "virtual pipeline stages per rank (interleaving); auto: 1; more is not built yet: refused", minimum=1
+    )
+    first_stage_layers: int | None = knob(
+        AUTO, "layers on the first pipeline stage; null or auto: equal stages", minimum=1
+    )
     cp: int = knob(AUTO, "context-parallel size; auto: 1; more is not built yet: refused", minimum=1)
     ep: int = knob(AUTO, "ranks of a pipeline stage that share the experts of each layer; auto: 1", minimum=1)
     etp: int = knob(AUTO, "ranks that each expert is cut over; auto: 1", minimum=1)
@@ -125,7 +171,11 @@ class EngineConfig:
 
     layout: TrainLayout = section(TrainLayout, "parallel layout of training")
     dtype: DType = knob(AUTO, "weights and activations; auto: float32 on cpu, bfloat16 on cuda")
-    tokens_per_microbatch: int = knob(AUTO, "padded tokens (prompt and response) of one micro-batch on one data-parallel rank; auto: 4096, or one full row if that is longer", minimum=1)
+    tokens_per_microbatch: int = knob(
+        AUTO,
+        "padded tokens (prompt and response) of one micro-batch on one data-parallel rank; auto: 4096, or one full row if that is longer",
+        minimum=1,
+    )
     distributed_optimizer: bool = knob(False, "shard optimizer states over data-parallel ranks")
     recompute: bool = knob(False, "recompute activations in the backward pass")
 
@@ -133,11 +183,17 @@ class EngineConfig:
 @dataclass(frozen=True)
 class ActorConfig(EngineConfig):
     optim: OptimConfig = section(OptimConfig, "optimizer")
-    minibatch_prompts: int = knob(32, "prompts of one optimizer step (all samples of a prompt together); divides `data.prompts_per_step`", minimum=1)
+    minibatch_prompts: int = knob(
+        32,
+        "prompts of one optimizer step (all samples of a prompt together); divides `data.prompts_per_step`",
+        minimum=1,
+    )
     epochs: int = knob(1, "passes over a step's batch", minimum=1)
     clip_low: float = knob(0.2, "ratio is clipped below at 1 - clip_low", minimum=0, maximum=1)
     clip_high: float = knob(0.2, "ratio is clipped above at 1 + clip_high", minimum=0)
-    dual_clip: float | None = knob(3.0, "bound on the ratio where the advantage is negative (dual clip); null is off", minimum=1)
+    dual_clip: float | None = knob(
+        3.0, "bound on the ratio where the advantage is negative (dual clip); null is off", minimum=1
+    )
     entropy_coefficient: float = knob(0.0, "weight of the entropy bonus", minimum=0)
     aggregation: Aggregation = knob("token-mean", "how token losses of a mini-batch become one number")
 
@@ -241,7 +297,9 @@ class TrainerConfig:
     resume: str = knob("never", "`never`; `auto` or a path once checkpoints exist (refused until then)")
     max_skipped_steps: int = knob(3, "optimizer steps with non-finite gradients in a row that end the run", minimum=1)
     profile_steps: tuple[int, ...] = knob((), "steps whose driver and worker timeline is written to `run.dir/profile/`")
-    loggers: tuple[Literal["tensorboard", "wandb"], ...] = knob(("tensorboard",), "where metrics go beside `metrics.jsonl`")
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = knob(
+        ("tensorboard",), "where metrics go beside `metrics.jsonl`"
+    )
     samples_per_step: int = knob(8, "rows written to `run.dir/samples/step_N.jsonl`", minimum=0)
 
 
@@ -255,7 +313,10 @@ class RunConfig:
 class Config:
     model: ModelConfig = section(ModelConfig, "the policy's model")
     cluster: ClusterConfig = section(ClusterConfig, "devices and Ray")
-    placement: Placement = knob("colocate", "`colocate`: all roles on one pool; `split`: the critic on its own; `standalone_rollout` is not built yet: refused")
+    placement: Placement = knob(
+        "colocate",
+        "`colocate`: all roles on one pool; `split`: the critic on its own; `standalone_rollout` is not built yet: refused",
+    )
     data: DataConfig = section(DataConfig, "prompts")
     reward: RewardConfig = section(RewardConfig, "scores")
     rollout: RolloutConfig = section(RolloutConfig, "generation (vLLM)")

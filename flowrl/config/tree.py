@@ -106,7 +106,16 @@ def _knob(key: str, kind: Any, field: dataclasses.Field[Any]) -> Knob:
         choices, kind = typing.get_args(kind), str
     meta = field.metadata
     return Knob(
-        key, kind, choices, optional, many, field.default == AUTO, field.default, meta["doc"], meta["minimum"], meta["maximum"]
+        key,
+        kind,
+        choices,
+        optional,
+        many,
+        field.default == AUTO,
+        field.default,
+        meta["doc"],
+        meta["minimum"],
+        meta["maximum"],
     )
 
 

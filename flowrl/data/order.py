@@ -51,7 +51,9 @@ class StepOrder:
     def _joined(self, before: Order, epoch: int) -> Order:
         """The order of epoch + 1, so that the step which begins in `before` (epoch `epoch`) has no prompt twice."""
         order = self._shuffled(epoch + 1)
-        head = -((epoch + 1) * self._size) % self._per_step  # positions of the new epoch that belong to the old one's last step
+        head = (
+            -((epoch + 1) * self._size) % self._per_step
+        )  # positions of the new epoch that belong to the old one's last step
         if head == 0:
             return order
         taken = set(before[self._size - (self._per_step - head) :].tolist())

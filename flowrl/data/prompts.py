@@ -81,8 +81,15 @@ def load_prompts(
     if held_out:
         files = [f"{name}/eval" if name.startswith("builtin:") else name for name in files]
     rows = read_rows(files)
-    if config.chat_template is not None and not config.template_strings and all(isinstance(row.prompt, str) for row in rows):
-        log.warning("data.chat_template has no effect on %s: every prompt is plain text and data.template_strings=false", ", ".join(files))
+    if (
+        config.chat_template is not None
+        and not config.template_strings
+        and all(isinstance(row.prompt, str) for row in rows)
+    ):
+        log.warning(
+            "data.chat_template has no effect on %s: every prompt is plain text and data.template_strings=false",
+            ", ".join(files),
+        )
     prompts = _tokenised(rows, config, tokenizer)
     prompts = _limited(prompts, config, ", ".join(files))
     if not held_out and len(prompts) < config.prompts_per_step:

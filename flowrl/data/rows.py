@@ -115,7 +115,15 @@ def _clean(message: Message) -> Message:
 
 
 def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    names = {
+        type(None): "null",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "an object",
+    }
     return names.get(type(value), type(value).__name__)
 
 
@@ -142,7 +150,9 @@ def _json_lines(name: str, path: Path) -> Iterator[tuple[int, Any]]:
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is not UTF-8 text (byte {error.start}); a Parquet file must end in .parquet") from None
+        raise ConfigError(
+            f"{name} is not UTF-8 text (byte {error.start}); a Parquet file must end in .parquet"
+        ) from None
     # Not splitlines(): that also cuts at separators which are legal inside a JSON string.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():

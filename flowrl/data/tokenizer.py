@@ -74,7 +74,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out and spaces untouched."""
-        text = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            [int(token) for token in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return str(text)
 
 
@@ -88,7 +90,9 @@ def load_tokenizer(folder: str | Path, chat_template: str | None = None, trust_r
     if not folder.is_dir():
         raise ConfigError(f"model.path={folder} is not a folder")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"model.path={folder}: its tokenizer cannot be loaded: {error}") from None
     if chat_template is not None:
@@ -97,7 +101,11 @@ def load_tokenizer(folder: str | Path, chat_template: str | None = None, trust_r
     for name in ("config.json", "generation_config.json"):
         sources[name] = _ids(_json(folder / name).get("eos_token_id"))
     stops = sorted({token for ids in sources.values() for token in ids})
-    log.info("a response ends with one of the ids %s (%s)", stops, ", ".join(f"{name} {ids}" for name, ids in sources.items()))
+    log.info(
+        "a response ends with one of the ids %s (%s)",
+        stops,
+        ", ".join(f"{name} {ids}" for name, ids in sources.items()),
+    )
     return Tokenizer(tokenizer, str(folder), stops)
 
 

@@ -248,7 +248,8 @@ class DataProto:
         picked = index.tolist()
         known: dict[Any, Picked] = {}
         columns: dict[str, Column | Stored] = {
-            n: c.select(index, known) if isinstance(c, Stored) else select_rows(c, index) for n, c in self._columns.items()
+            n: c.select(index, known) if isinstance(c, Stored) else select_rows(c, index)
+            for n, c in self._columns.items()
         }
         values = {n: [rows[i] for i in picked] for n, rows in self._values.items()}
         return DataProto(columns, values=values, meta=self._meta, metrics=metrics, row_ids=row_ids)

@@ -35,7 +35,14 @@ def test_the_tree_is_frozen() -> None:
 
 def test_values_groups_lists_and_sections_are_set() -> None:
     config = compose(
-        ["algorithm=grpo", "algorithm.eps=0.5", "kl=loss", "trainer.profile_steps=[1,2]", "actor.optim={lr: 1e-3, eps: 1e-5}", "++trainer.seed=3"]
+        [
+            "algorithm=grpo",
+            "algorithm.eps=0.5",
+            "kl=loss",
+            "trainer.profile_steps=[1,2]",
+            "actor.optim={lr: 1e-3, eps: 1e-5}",
+            "++trainer.seed=3",
+        ]
     )
     assert config.algorithm == GRPO(eps=0.5) and config.kl == LossKL()
     assert config.trainer.profile_steps == (1, 2) and config.trainer.seed == 3
@@ -45,7 +52,9 @@ def test_values_groups_lists_and_sections_are_set() -> None:
 def test_a_single_value_is_a_list_of_one(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("{}\n")
-    config = compose([f"data.train_files={file}", f"data.eval_files=[{file}]", "reward.function=m:f", "rollout.stop_token_ids=5"])
+    config = compose(
+        [f"data.train_files={file}", f"data.eval_files=[{file}]", "reward.function=m:f", "rollout.stop_token_ids=5"]
+    )
     assert config.data.train_files == config.data.eval_files == (str(file),)
     assert config.rollout.stop_token_ids == (5,)
 
@@ -136,7 +145,9 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def test_a_knob_of_another_variant_names_the_variant() -> None:
-    assert "algorithm.lam belongs to algorithm=gae; this run has algorithm=grpo" in refusal("algorithm=grpo", "algorithm.lam=.9")
+    assert "algorithm.lam belongs to algorithm=gae; this run has algorithm=grpo" in refusal(
+        "algorithm=grpo", "algorithm.lam=.9"
+    )
     assert "kl.target belongs to kl=adaptive" in refusal("kl.target=1")
     assert "kl.estimator belongs to kl=reward and kl=adaptive and kl=loss" in refusal("kl=none", "kl.estimator=k1")
     assert compose(["kl=adaptive", "kl.target=0.2"]).kl == AdaptiveKL(target=0.2)
@@ -172,7 +183,9 @@ def test_a_recipe_serves_only_its_algorithms() -> None:
     assert compose([]).algorithm == GAE()
 
 
-@pytest.mark.parametrize("argv", [[], ["algorithm=grpo", "kl=none"], ["kl=loss", "placement=split", "trainer.profile_steps=[2,3]"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["algorithm=grpo", "kl=none"], ["kl=loss", "placement=split", "trainer.profile_steps=[2,3]"]]
+)
 def test_the_resolved_tree_survives_yaml(argv: list[str]) -> None:
     config = compose(argv)
     assert from_yaml(to_yaml(config)) == config
@@ -205,7 +218,15 @@ def test_composing_leaves_no_trace_in_hydra() -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers(), max_size=3), st.just({"a": 1}))
+PLAIN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.lists(st.integers(), max_size=3),
+    st.just({"a": 1}),
+)
 KNOBS = list(knobs(Config).values())
 
 
@@ -228,7 +249,9 @@ def test_a_checked_value_has_the_type_of_its_knob(knob: Knob, value: object) -> 
 
 def test_flatten_and_nested_are_opposites() -> None:
     flat = table(compose([]))
-    assert flatten(nested(flat), {}) == {key: list(value) if isinstance(value, tuple) else value for key, value in flat.items()}
+    assert flatten(nested(flat), {}) == {
+        key: list(value) if isinstance(value, tuple) else value for key, value in flat.items()
+    }
 
 
 def test_configuration_imports_no_torch_and_no_ray() -> None:

@@ -20,7 +20,10 @@ def test_the_plan_counts_what_the_run_will_do() -> None:
     made = plan("data.prompts_per_step=12", "rollout.samples_per_prompt=3", "actor.minibatch_prompts=4", "actor.epochs=2",
                 "critic.minibatch_prompts=6", "critic.epochs=1", "critic.warmup_steps=2", "trainer.total_steps=10")  # fmt: skip
     assert made.rows_per_step == 36
-    assert [(u.role, u.minibatches, u.minibatch_rows, u.epochs) for u in made.updates] == [("actor", 3, 12, 2), ("critic", 2, 18, 1)]
+    assert [(u.role, u.minibatches, u.minibatch_rows, u.epochs) for u in made.updates] == [
+        ("actor", 3, 12, 2),
+        ("critic", 2, 18, 1),
+    ]
     steps = made.optimizer_steps
     assert (steps.actor_per_step, steps.actor_total, steps.critic_per_step, steps.critic_total) == (6, 48, 2, 20)
 
@@ -65,13 +68,22 @@ def test_memory_follows_the_layout() -> None:
     assert whole == pytest.approx(shape.num_parameters, rel=0.01)
     assert rank_parameters(shape, 2, 1, None) == -(-whole // 2)
     assert rank_parameters(shape, 1, 2, None) == pytest.approx(whole / 2, rel=0.01)
-    plain, sharded = (plan("actor.layout.tp=1", f"actor.distributed_optimizer={flag}").memory[0] for flag in ("false", "true"))
+    plain, sharded = (
+        plan("actor.layout.tp=1", f"actor.distributed_optimizer={flag}").memory[0] for flag in ("false", "true")
+    )
     assert sharded.parts["optimizer"] == plain.parts["optimizer"] // 2
 
 
 def test_the_text_names_everything() -> None:
     text = render(plan())
-    for part in ("prompts_per_step: 64", "actor      pool main", "ranks 0-1  tp 2, pp 1", "64 prompts x 8 samples = 512 rows", "80 optimizer steps", "KV cache"):
+    for part in (
+        "prompts_per_step: 64",
+        "actor      pool main",
+        "ranks 0-1  tp 2, pp 1",
+        "64 prompts x 8 samples = 512 rows",
+        "80 optimizer steps",
+        "KV cache",
+    ):
         assert part in text
     assert [size(n) for n in (1, 1536, 2**31, 2**41)] == ["1 B", "1.5 KiB", "2.0 GiB", "2.0 TiB"]
 
@@ -92,7 +104,10 @@ def test_dry_run_prints_the_plan_and_ends_well(capsys: pytest.CaptureFixture[str
 
 def test_errors_of_configuration_are_one_message_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert ends(["+trainer.total_stepz=3"]) == 2
-    assert capsys.readouterr() == ("", "configuration error: unknown key trainer.total_stepz; did you mean trainer.total_steps?\n")
+    assert capsys.readouterr() == (
+        "",
+        "configuration error: unknown key trainer.total_stepz; did you mean trainer.total_steps?\n",
+    )
     assert ends(["dry_run=true", "trainer.total_steps=0", "data.prompts_per_step=x"]) == 2
     assert capsys.readouterr().err.startswith("2 configuration errors:\n  1. data.prompts_per_step='x'")
 

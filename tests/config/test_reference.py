@@ -12,7 +12,12 @@ ROOT = Path(__file__).parents[2]
 
 def every_knob() -> list[tuple[str, str]]:
     rows = [(knob.key, knob.doc) for knob in knobs(Config).values()]
-    return rows + [(k.key, k.doc) for group, types in VARIANTS.items() for cls in types.values() for k in knobs(cls, f"{group}.").values()]
+    return rows + [
+        (k.key, k.doc)
+        for group, types in VARIANTS.items()
+        for cls in types.values()
+        for k in knobs(cls, f"{group}.").values()
+    ]
 
 
 def test_the_written_reference_is_current() -> None:
@@ -32,7 +37,11 @@ def test_every_key_is_explained_and_listed() -> None:
 
 def test_every_key_is_read_somewhere() -> None:
     """CFG-02: no option exists that nothing reads. Keys that only rules look at are those of features not built yet."""
-    files = [path for path in (ROOT / "flowrl").rglob("*.py") if "config" not in path.parts or path.name in ("cli.py", "plan.py", "resolve.py")]
+    files = [
+        path
+        for path in (ROOT / "flowrl").rglob("*.py")
+        if "config" not in path.parts or path.name in ("cli.py", "plan.py", "resolve.py")
+    ]
     read = set(re.findall(r"\.(\w+)\b", "\n".join(path.read_text() for path in files)))
     refused = {"vpp", "resume"}
     assert {key for key, _ in every_knob() if key.rpartition(".")[2] not in read | refused} == set()

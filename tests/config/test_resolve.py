@@ -35,7 +35,11 @@ def layout(tp: int = 1, pp: int = 1, first_stage_layers: int | None = None) -> T
         (["critic.layout.tp=1"], layout(tp=2), layout(tp=1)),
         (["placement=split"], layout(tp=2), layout()),
         (["placement=split", "cluster.devices=4", "actor.layout.tp=4"], layout(tp=4), layout(tp=2)),
-        (["placement=split", "cluster.devices=4", "cluster.critic_devices=3", "actor.layout.pp=2"], layout(pp=2), layout()),
+        (
+            ["placement=split", "cluster.devices=4", "cluster.critic_devices=3", "actor.layout.pp=2"],
+            layout(pp=2),
+            layout(),
+        ),
     ],
 )
 def test_automatic_layouts(argv: list[str], actor: TrainLayout, critic: TrainLayout) -> None:
@@ -50,12 +54,16 @@ def test_automatic_layouts_are_legal_for_the_model(make_model: MakeModel, tmp_pa
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a"}\n')
     model = make_model(num_attention_heads=9, num_key_value_heads=3)
-    config = compose([f"model.path={model}", f"data.train_files={file}", f"data.eval_files={file}", "reward.function=m:f"])
+    config = compose(
+        [f"model.path={model}", f"data.train_files={file}", f"data.eval_files={file}", "reward.function=m:f"]
+    )
     assert config.actor.layout.tp == config.critic.layout.tp == 1
 
 
 def test_critic_and_reference_inherit_from_the_actor() -> None:
-    config = compose(["actor.dtype=bfloat16", "actor.tokens_per_microbatch=77", "actor.epochs=3", "actor.aggregation=sum-norm"])
+    config = compose(
+        ["actor.dtype=bfloat16", "actor.tokens_per_microbatch=77", "actor.epochs=3", "actor.aggregation=sum-norm"]
+    )
     assert (config.critic.dtype, config.reference.dtype) == ("bfloat16", "bfloat16")
     assert config.critic.tokens_per_microbatch == config.reference.tokens_per_microbatch == 77
     assert (config.critic.epochs, config.critic.aggregation, config.critic.minibatch_prompts) == (3, "sum-norm", 32)
@@ -79,9 +87,14 @@ def test_names_and_places() -> None:
 
 
 def test_a_gpu_changes_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compose_module, "find_machine", lambda: Machine(16, 2**37, 2**36, gpus=2, gpu_memory_bytes=2**36))
+    monkeypatch.setattr(
+        compose_module, "find_machine", lambda: Machine(16, 2**37, 2**36, gpus=2, gpu_memory_bytes=2**36)
+    )
     config = compose([])
-    assert (config.cluster.device, config.actor.dtype, config.critic.dtype, config.rollout.dtype) == ("cuda", *["bfloat16"] * 3)
+    assert (config.cluster.device, config.actor.dtype, config.critic.dtype, config.rollout.dtype) == (
+        "cuda",
+        *["bfloat16"] * 3,
+    )
     assert config.cluster.object_store_bytes == 2 * 2**30
     assert config.rollout.kv_cache_bytes == 257 * 32 * 2 * 2 * 2 * 32 * 2
 
@@ -89,7 +102,9 @@ def test_a_gpu_changes_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_shape_of_the_built_in_model_is_that_of_its_recipe() -> None:
     shape, recipe = shape_of("builtin:tiny"), TinyRecipe()
     names = ("hidden_size", "ffn_size", "num_layers", "heads", "kv_heads", "head_dim", "max_positions")
-    assert {name: dataclasses.asdict(shape)[name] for name in names} == {name: dataclasses.asdict(recipe)[name] for name in names}
+    assert {name: dataclasses.asdict(shape)[name] for name in names} == {
+        name: dataclasses.asdict(recipe)[name] for name in names
+    }
     assert (shape.vocab_size, shape.eos_token_ids) == (len(VOCABULARY), (EOS_ID,))
 
 
@@ -98,10 +113,16 @@ def test_this_machine_has_something() -> None:
     assert found.cpus >= 1 and found.memory_bytes > 2**28
 
 
-@pytest.mark.parametrize(("visible", "expected"), [(None, 2), ("0", 1), ("", 0), ("-1", 0), ("0,1", 2), ("1,-1,0", 1), ("3,2,1,0", 2)])
-def test_visible_gpus_are_counted_as_cuda_does(monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, 2), ("0", 1), ("", 0), ("-1", 0), ("0,1", 2), ("1,-1,0", 1), ("3,2,1,0", 2)]
+)
+def test_visible_gpus_are_counted_as_cuda_does(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: int
+) -> None:
     monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "2.11.0+cu130")
-    monkeypatch.setattr(machine.Path, "glob", lambda self, pattern: [Path(f"/dev/nvidia{name}") for name in ("0", "1", "ctl", "-uvm")])
+    monkeypatch.setattr(
+        machine.Path, "glob", lambda self, pattern: [Path(f"/dev/nvidia{name}") for name in ("0", "1", "ctl", "-uvm")]
+    )
     monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert machine._gpus() == expected
 

@@ -34,17 +34,41 @@ def own_data(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["cluster.devices=1", "rollout.layout.tp=2"], ["rollout.layout: tp*pp = 2*1 = 2 does not divide cluster.devices=1", "products: 1"]),
-        (["actor.layout.tp=2", "actor.layout.pp=2"], ["actor.layout: tp*pp*cp = 2*2*1 = 4 does not divide cluster.devices=2", "1 or 2"]),
-        (["cluster.devices=3", "actor.layout.tp=2"], ["actor.layout: tp*pp*cp = 2*1*1 = 2 does not divide cluster.devices=3", "1 or 3"]),
-        (["cluster.devices=3", "actor.layout.tp=3"], ["actor.layout.tp=3: the model's 4 attention heads", "legal: 1, 2 or 4"]),
-        (["cluster.devices=3", "rollout.layout.tp=3"], ["rollout.layout.tp=3: the model's 4 attention heads", "legal: 1, 2 or 4"]),
-        (["cluster.devices=3", "actor.layout.pp=3"], ["actor.layout.pp=3 cannot cut the model's 2 layers", "legal: 1 or 2"]),
+        (
+            ["cluster.devices=1", "rollout.layout.tp=2"],
+            ["rollout.layout: tp*pp = 2*1 = 2 does not divide cluster.devices=1", "products: 1"],
+        ),
+        (
+            ["actor.layout.tp=2", "actor.layout.pp=2"],
+            ["actor.layout: tp*pp*cp = 2*2*1 = 4 does not divide cluster.devices=2", "1 or 2"],
+        ),
+        (
+            ["cluster.devices=3", "actor.layout.tp=2"],
+            ["actor.layout: tp*pp*cp = 2*1*1 = 2 does not divide cluster.devices=3", "1 or 3"],
+        ),
+        (
+            ["cluster.devices=3", "actor.layout.tp=3"],
+            ["actor.layout.tp=3: the model's 4 attention heads", "legal: 1, 2 or 4"],
+        ),
+        (
+            ["cluster.devices=3", "rollout.layout.tp=3"],
+            ["rollout.layout.tp=3: the model's 4 attention heads", "legal: 1, 2 or 4"],
+        ),
+        (
+            ["cluster.devices=3", "actor.layout.pp=3"],
+            ["actor.layout.pp=3 cannot cut the model's 2 layers", "legal: 1 or 2"],
+        ),
         (["cluster.devices=3", "rollout.layout.pp=3"], ["rollout.layout.pp=3 exceeds the model's 2 layers"]),
         (["critic.layout.tp=4"], ["critic.layout: tp*pp*cp"]),
         (["reference.layout.tp=4"], ["reference.layout: tp*pp*cp"]),
-        (["placement=split", "critic.layout.tp=2"], ["critic.layout: tp*pp*cp = 2*1*1 = 2 does not divide cluster.critic_devices=1"]),
-        (["actor.layout.first_stage_layers=2", "actor.layout.pp=2"], ["actor.layout.first_stage_layers=2", "legal: 1, or null"]),
+        (
+            ["placement=split", "critic.layout.tp=2"],
+            ["critic.layout: tp*pp*cp = 2*1*1 = 2 does not divide cluster.critic_devices=1"],
+        ),
+        (
+            ["actor.layout.first_stage_layers=2", "actor.layout.pp=2"],
+            ["actor.layout.first_stage_layers=2", "legal: 1, or null"],
+        ),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused_with_the_equation(argv: list[str], expected: list[str]) -> None:
@@ -63,8 +87,13 @@ def test_defaults_fit_any_number_of_devices(devices: int) -> None:
     assert config.rollout.layout.tp == config.rollout.layout.pp == 1
 
 
-@pytest.mark.parametrize("heads, kv_heads, tp, legal", [(4, 2, 4, True), (4, 1, 2, True), (9, 3, 3, True), (12, 4, 3, False), (9, 3, 2, False)])
-def test_key_value_heads_are_spread_or_copied_evenly(make_model: MakeModel, tmp_path: Path, heads: int, kv_heads: int, tp: int, legal: bool) -> None:
+@pytest.mark.parametrize(
+    "heads, kv_heads, tp, legal",
+    [(4, 2, 4, True), (4, 1, 2, True), (9, 3, 3, True), (12, 4, 3, False), (9, 3, 2, False)],
+)
+def test_key_value_heads_are_spread_or_copied_evenly(
+    make_model: MakeModel, tmp_path: Path, heads: int, kv_heads: int, tp: int, legal: bool
+) -> None:
     """PAR-04: heads % tp != 0 refused; fewer key/value heads than ranks only where the copies come out even."""
     model = make_model(num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=144)
     for role in ("actor", "rollout"):
@@ -109,7 +138,12 @@ def predicted(config: Config) -> int:
 @pytest.mark.parametrize("mini", [1, 2, 4, 8])
 def test_every_batch_size_is_an_error_or_a_known_number_of_steps(mini: int, micro: int, devices: int) -> None:
     """CFG-01: 4 prompts x 2 samples; a micro-batch smaller than a row is legal, it never changes a result."""
-    argv = ["data.prompts_per_step=4", "rollout.samples_per_prompt=2", f"actor.minibatch_prompts={mini}", "actor.layout.tp=1"]
+    argv = [
+        "data.prompts_per_step=4",
+        "rollout.samples_per_prompt=2",
+        f"actor.minibatch_prompts={mini}",
+        "actor.layout.tp=1",
+    ]
     argv += [f"actor.tokens_per_microbatch={micro}", f"cluster.devices={devices}"]
     if 4 % mini:
         message = refusal(*argv)
@@ -128,8 +162,9 @@ def test_rows_need_not_divide_by_devices(devices: int, prompts: int, samples: in
 
 
 def test_critic_minibatches_are_checked_on_their_own() -> None:
-    assert "critic.minibatch_prompts=5; nearest: data.prompts_per_step=60 or 65, or critic.minibatch_prompts=4 or 8" in refusal(
-        "critic.minibatch_prompts=5"
+    assert (
+        "critic.minibatch_prompts=5; nearest: data.prompts_per_step=60 or 65, or critic.minibatch_prompts=4 or 8"
+        in refusal("critic.minibatch_prompts=5")
     )
     assert compose(["actor.minibatch_prompts=16"]).critic.minibatch_prompts == 16
 
@@ -147,7 +182,9 @@ def test_groups_of_one_sample_are_refused() -> None:
 def test_prompt_and_response_must_fit_the_model(make_model: MakeModel, tmp_path: Path) -> None:
     """DAT-01: prompt + response > context is an error at the start."""
     model = make_model(max_position_embeddings=20)
-    message = refusal(f"model.path={model}", "data.max_prompt_tokens=16", "rollout.max_response_tokens=8", *own_data(tmp_path))
+    message = refusal(
+        f"model.path={model}", "data.max_prompt_tokens=16", "rollout.max_response_tokens=8", *own_data(tmp_path)
+    )
     assert "= 24 exceeds the 20 positions of model.path" in message and "max_response_tokens<=4" in message
     assert len(message.splitlines()) == 1
 
@@ -192,7 +229,9 @@ def test_devices_that_the_machine_lacks_are_refused(monkeypatch: pytest.MonkeyPa
     message = refusal("cluster.devices=16", "placement=split", "cluster.critic_devices=5")
     assert "cluster.devices=16 and cluster.critic_devices=5 (together 21)" in message
     compose(["cluster.devices=20"])
-    monkeypatch.setattr(compose_module, "find_machine", lambda: Machine(2, 2**33, 2**32, gpus=1, gpu_memory_bytes=2**35))
+    monkeypatch.setattr(
+        compose_module, "find_machine", lambda: Machine(2, 2**33, 2**32, gpus=1, gpu_memory_bytes=2**35)
+    )
     assert "needs 2 GPUs; torch sees 1 here" in refusal()
     assert compose(["cluster.devices=1"]).actor.dtype == "bfloat16"
 
@@ -237,7 +276,13 @@ def test_what_is_not_built_is_refused_by_name(override: str) -> None:
     assert override in message and "legal: " in message
 
 
-MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.mark.parametrize("override", ["actor.layout.ep=2", "critic.layout.etp=2", "rollout.expert_parallel=true"])
@@ -249,17 +294,28 @@ def test_a_dense_model_has_no_experts_to_spread(override: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["cluster.devices=3", "actor.layout.ep=3"], "actor.layout.ep=3: the model's 8 experts cannot be shared by 3 ranks; legal: 1 or 2"),
-        (["cluster.devices=3", "actor.layout.etp=3"], "actor.layout.etp=3: an expert's 64 columns cannot be cut into 3 parts; legal: 1 or 2"),
+        (
+            ["cluster.devices=3", "actor.layout.ep=3"],
+            "actor.layout.ep=3: the model's 8 experts cannot be shared by 3 ranks; legal: 1 or 2",
+        ),
+        (
+            ["cluster.devices=3", "actor.layout.etp=3"],
+            "actor.layout.etp=3: an expert's 64 columns cannot be cut into 3 parts; legal: 1 or 2",
+        ),
         (
             ["cluster.devices=4", "actor.layout.pp=2", "actor.layout.ep=4"],
             "actor.layout: ep*etp = 4*1 = 4 does not divide the 2 devices of a pipeline stage (cluster.devices=4 over pp=2); legal products: 1 or 2",
         ),
-        (["rollout.layout.tp=2", "rollout.expert_parallel=true"], "3 experts cannot be shared by 2 ranks; or rollout.expert_parallel=false"),
+        (
+            ["rollout.layout.tp=2", "rollout.expert_parallel=true"],
+            "3 experts cannot be shared by 2 ranks; or rollout.expert_parallel=false",
+        ),
         (["rollout.layout.tp=2"], "an expert's 33 columns cannot be cut into 2 parts; or rollout.expert_parallel=true"),
     ],
 )
-def test_experts_fit_the_ranks_that_share_them(make_model: MakeModel, tmp_path: Path, argv: list[str], expected: str) -> None:
+def test_experts_fit_the_ranks_that_share_them(
+    make_model: MakeModel, tmp_path: Path, argv: list[str], expected: str
+) -> None:
     """PAR-01, PAR-08."""
     odd = {"num_experts": 3} if "3 experts" in expected else {"moe_intermediate_size": 33} if "33" in expected else {}
     model = make_model(**{**MIXTURE, **odd})
@@ -268,7 +324,11 @@ def test_experts_fit_the_ranks_that_share_them(make_model: MakeModel, tmp_path: 
 
 def test_layouts_of_a_mixture_are_accepted(make_model: MakeModel, tmp_path: Path) -> None:
     model = [f"model.path={make_model(**MIXTURE)}", *own_data(tmp_path), "cluster.devices=4"]
-    for argv in (["actor.layout.ep=4"], ["actor.layout.tp=2", "actor.layout.ep=2", "actor.layout.etp=2"], ["actor.layout.pp=2", "actor.layout.ep=2"]):
+    for argv in (
+        ["actor.layout.ep=4"],
+        ["actor.layout.tp=2", "actor.layout.ep=2", "actor.layout.etp=2"],
+        ["actor.layout.pp=2", "actor.layout.ep=2"],
+    ):
         config = compose([*model, *argv, "rollout.layout.tp=4", "rollout.expert_parallel=true"])
         assert config.critic.layout == config.reference.layout == config.actor.layout
 
@@ -282,10 +342,15 @@ def test_layouts_of_a_mixture_are_accepted(make_model: MakeModel, tmp_path: Path
         ({"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be 1 to the 8 experts"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with normalised weights"),
-        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "router_jitter_noise": 0.1},
+            "router_jitter_noise=0.1",
+        ),
     ],
 )
-def test_a_mixture_that_would_not_be_exact_is_refused_by_name(make_model: MakeModel, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_a_mixture_that_would_not_be_exact_is_refused_by_name(
+    make_model: MakeModel, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
     assert named in refusal(f"model.path={make_model(**{**MIXTURE, **changes})}", *own_data(tmp_path))
 
 
@@ -309,7 +374,10 @@ def test_a_mixture_that_would_not_be_exact_is_refused_by_name(make_model: MakeMo
         (["reward.on_error=score"], "legal: raise, or score:<number>"),
         (["reward.on_error=score:nan"], "legal: raise, or score:<number>"),
         (["reward.on_error=ignore"], "legal: raise, or score:<number>"),
-        (["trainer.profile_steps=[0,3,41]"], "trainer.profile_steps=[0,41] are not steps of the run; legal: 1 to trainer.total_steps=40"),
+        (
+            ["trainer.profile_steps=[0,3,41]"],
+            "trainer.profile_steps=[0,41] are not steps of the run; legal: 1 to trainer.total_steps=40",
+        ),
         (["actor.optim.warmup_steps=80"], "less than the 80 optimizer steps"),
         (["critic.warmup_steps=40"], "leaves none of trainer.total_steps=40"),
         (["actor.optim.schedule=linear", "actor.optim.min_lr=1"], "exceeds actor.optim.lr=0.0002"),
@@ -352,5 +420,8 @@ def test_reference_and_critic_share_the_vocabulary(make_model: MakeModel, tmp_pa
 
 def test_an_unknown_architecture_lists_the_known_ones(make_model: MakeModel, tmp_path: Path) -> None:
     model = make_model(architectures=["GPT2LMHeadModel"])
-    assert "GPT2LMHeadModel" in (message := refusal(f"model.path={model}", *own_data(tmp_path))) and "Qwen3ForCausalLM" in message
+    assert (
+        "GPT2LMHeadModel" in (message := refusal(f"model.path={model}", *own_data(tmp_path)))
+        and "Qwen3ForCausalLM" in message
+    )
     assert len(message.splitlines()) == 1

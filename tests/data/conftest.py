@@ -31,7 +31,9 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         if bos or eos:
             parts = f"{'<bos> ' if bos else ''}$A{' <eos>' if eos else ''}"
-            core.post_processor = processors.TemplateProcessing(single=parts, special_tokens=[("<bos>", 1), ("<eos>", 2)])
+            core.post_processor = processors.TemplateProcessing(
+                single=parts, special_tokens=[("<bos>", 1), ("<eos>", 2)]
+            )
         fast = PreTrainedTokenizerFast(
             tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
             additional_special_tokens=["<end>", "<turn>"], chat_template=template,
@@ -39,7 +41,9 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
         fast.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": config_eos}))
         if generation_eos is not None:
-            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation_eos, "do_sample": True}))
+            (folder / "generation_config.json").write_text(
+                json.dumps({"eos_token_id": generation_eos, "do_sample": True})
+            )
         return folder
 
     return make

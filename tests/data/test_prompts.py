@@ -26,7 +26,9 @@ def message(count: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": words(count - 5)}]
 
 
-def load(folder: Path, files: list[str], config: DataConfig = DEFAULTS, held_out: bool = False, template: str | None = None) -> PromptTable:
+def load(
+    folder: Path, files: list[str], config: DataConfig = DEFAULTS, held_out: bool = False, template: str | None = None
+) -> PromptTable:
     return load_prompts(files, config, load_tokenizer(folder, template), seed=0, held_out=held_out)
 
 
@@ -59,7 +61,9 @@ def test_dropping_says_what_is_kept(make_folder: MakeFolder, write: Write, caplo
 def test_truncation_keeps_the_generation_suffix(make_folder: MakeFolder, write: Write) -> None:
     """DAT-01: the result has exactly the limit and ends with the opening of the assistant's turn."""
     config = replace(DEFAULTS, overlong="truncate_left")
-    short, exact, long, longest = load(make_folder(), [write(*[{"prompt": message(n)} for n in (15, 16, 17, 100)])], config).prompts
+    short, exact, long, longest = load(
+        make_folder(), [write(*[{"prompt": message(n)} for n in (15, 16, 17, 100)])], config
+    ).prompts
     assert [len(prompt.ids) for prompt in (short, exact, long, longest)] == [15, 16, 16, 16]
     assert {prompt.ids[-3:] for prompt in (short, exact, long, longest)} == {(3, 4, 7)}
     assert short.ids[:2] == exact.ids[:2] == (4, 6) and long.ids[0] == 6
@@ -80,7 +84,9 @@ def test_messages_without_a_template_are_refused(make_folder: MakeFolder, write:
     text = refusal(folder, [write({"prompt": message(9)}, {"prompt": message(9)})])
     assert "has no chat template" in text and len(text.splitlines()) == 1
     assert len(load(folder, [write({"prompt": "w1"}, name="plain.jsonl")])) == 1
-    assert "has no chat template" in refusal(folder, [write({"prompt": "w1"})], replace(DEFAULTS, template_strings=True))
+    assert "has no chat template" in refusal(
+        folder, [write({"prompt": "w1"})], replace(DEFAULTS, template_strings=True)
+    )
 
 
 def test_the_reward_gets_the_rows_own_string_or_the_templated_text(make_folder: MakeFolder, write: Write) -> None:

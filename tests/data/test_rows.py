@@ -97,7 +97,10 @@ def test_identical_prompts_stay_two_prompts(write: Write) -> None:
 
 
 def test_given_ids_are_kept_and_must_be_unique(write: Write) -> None:
-    assert [row.prompt_id for row in read_rows([write({"prompt": "a", "id": 7}, {"prompt": "a", "id": "x"}, {"prompt": "b", "id": None})])] == [
+    assert [
+        row.prompt_id
+        for row in read_rows([write({"prompt": "a", "id": 7}, {"prompt": "a", "id": "x"}, {"prompt": "b", "id": None})])
+    ] == [
         "7",
         "x",
         "0:3",
@@ -109,7 +112,11 @@ def test_given_ids_are_kept_and_must_be_unique(write: Write) -> None:
 def test_parquet_rows_are_as_json_rows(tmp_path: Path) -> None:
     file = str(tmp_path / "rows.parquet")
     rows = [
-        {"prompt": [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "x"}], "answer": None, "id": 3},
+        {
+            "prompt": [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "x"}],
+            "answer": None,
+            "id": 3,
+        },
         {"prompt": [{"role": "user", "content": "c", "name": None}], "answer": "z", "id": 4},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)

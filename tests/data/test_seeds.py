@@ -31,11 +31,16 @@ def test_every_part_of_the_name_changes_the_seed() -> None:
 
 def test_expanding_repeats_each_prompt_with_seeds_of_its_own() -> None:
     prompts = DataProto(
-        {"prompt_ids": Ragged.from_rows([[1], [2, 3]], dtype=torch.int64)}, values={"prompt_id": ["x", "y"]}, row_ids=["4:x", "4:y"]
+        {"prompt_ids": Ragged.from_rows([[1], [2, 3]], dtype=torch.int64)},
+        values={"prompt_id": ["x", "y"]},
+        row_ids=["4:x", "4:y"],
     )
     rows = expand(prompts, 3, run_seed=7, step=4)
     assert rows.values["prompt_id"] == ["x"] * 3 + ["y"] * 3
     assert rows.row_ids == ("4:x/0", "4:x/1", "4:x/2", "4:y/0", "4:y/1", "4:y/2")
     assert len(set(rows["seeds"].tolist())) == 6
     # A sample's seed does not depend on the other prompts of the batch.
-    assert expand(prompts.reorder([1, 0]), 3, 7, 4)["seeds"].tolist() == rows["seeds"].tolist()[3:] + rows["seeds"].tolist()[:3]
+    assert (
+        expand(prompts.reorder([1, 0]), 3, 7, 4)["seeds"].tolist()
+        == rows["seeds"].tolist()[3:] + rows["seeds"].tolist()[:3]
+    )

@@ -19,7 +19,11 @@ MESSAGES = [{"role": "user", "content": "w1 w2"}]
     [(None, None, (2,)), (3, None, (2, 3)), (None, [2, 3], (2, 3)), ([4, 3], 5, (2, 3, 4, 5)), (2, [2], (2,))],
 )
 def test_stop_ids_are_the_union_of_all_sources(
-    make_folder: MakeFolder, caplog: pytest.LogCaptureFixture, config_eos: object, generation_eos: object, expected: tuple[int, ...]
+    make_folder: MakeFolder,
+    caplog: pytest.LogCaptureFixture,
+    config_eos: object,
+    generation_eos: object,
+    expected: tuple[int, ...],
 ) -> None:
     """MSK-03: tokenizer, config.json and generation_config.json; logged."""
     caplog.set_level("INFO")
@@ -55,7 +59,9 @@ def test_plain_text_has_bos_and_no_eos(make_folder: MakeFolder) -> None:
 
 
 def test_templated_text_gets_no_second_bos(make_folder: MakeFolder) -> None:
-    tokenizer = load_tokenizer(make_folder(bos=True, template="<bos> {% for m in messages %}{{ m['content'] }} {% endfor %}<turn>"))
+    tokenizer = load_tokenizer(
+        make_folder(bos=True, template="<bos> {% for m in messages %}{{ m['content'] }} {% endfor %}<turn>")
+    )
     text = tokenizer.apply_template(MESSAGES)
     assert tokenizer.encode_templated(text) == [1, 9, 10, 4]
 
@@ -86,7 +92,9 @@ def test_a_template_of_ones_own_replaces_the_models(make_folder: MakeFolder, tmp
         load_tokenizer(make_folder("third"), str(tmp_path / "none.jinja"))
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('refused') }}", "{{ messages[9]['content'] }}", "{% for", "{{ 1 + 'a' }}"])
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('refused') }}", "{{ messages[9]['content'] }}", "{% for", "{{ 1 + 'a' }}"]
+)
 def test_a_template_that_fails_says_so(make_folder: MakeFolder, template: str) -> None:
     with pytest.raises(ValueError, match="the chat template of .* fails"):
         load_tokenizer(make_folder(template=template)).apply_template(MESSAGES)

@@ -35,8 +35,8 @@ def keeps(folder: str, tp: int, pp: int, tp_rank: int, stage: int, expert_parall
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    from flowrl.config.model_shape import ARCHITECTURES, MOE_ARCHITECTURES, read_model_shape
-    from flowrl.resharding import experts, families
+    from flowrl.config.model_shape import read_model_shape
+    from flowrl.resharding import families
     from flowrl.resharding.recorder import record
 
     state = vars(importlib.import_module("vllm.distributed.parallel_state"))
@@ -56,8 +56,8 @@ def keeps(folder: str, tp: int, pp: int, tp_rank: int, stage: int, expert_parall
         enable_expert_parallel=expert_parallel,
     )
     config = arguments.create_engine_config()
-    shape = read_model_shape(folder, ARCHITECTURES + MOE_ARCHITECTURES)
-    tensors = experts.hf_tensors(shape) if shape.num_experts else families.hf_tensors(shape)
+    shape = read_model_shape(folder)
+    tensors = families.hf_tensors(shape)
     with set_current_vllm_config(config):
         model = initialize_model(config)
         recording = record(model.load_weights, dict(model.named_parameters()), tensors)

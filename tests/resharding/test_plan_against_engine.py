@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.config.model_shape import ARCHITECTURES, MOE_ARCHITECTURES, read_model_shape
+from flowrl.config.model_shape import read_model_shape
 from flowrl.resharding.needs import rank_needs
 from flowrl.resharding.ranks import ParallelSizes
 from flowrl.resharding.regions import disjoint
@@ -52,7 +52,7 @@ def test_planned_needs_are_what_loaders_keep_on_every_rank(tmp_path: Path, names
     pytest.importorskip("vllm")
     requests, expected = [], []
     for folder in (make_folder(tmp_path, name) for name in names):
-        shape = read_model_shape(folder, ARCHITECTURES + MOE_ARCHITECTURES)
+        shape = read_model_shape(folder)
         for sizes in LAYOUTS + (EXPERT_LAYOUTS if shape.num_experts else []):
             for tp_rank, stage in product(range(sizes.tp), range(sizes.pp)):
                 place = dict(tp=sizes.tp, pp=sizes.pp, tp_rank=tp_rank, stage=stage)

@@ -147,5 +147,7 @@ def test_a_folder_of_a_model_with_experts_is_planned(tmp_path: Path) -> None:
 
 
 def test_dense_layers_among_experts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"mlp_only_layers=\[0\] is not supported; supported are mixtures whose every layer"):
+    with pytest.raises(
+        ValueError, match=r"mlp_only_layers=\[0\] is not supported; supported are mixtures whose every layer"
+    ):
         planned_shape(str(folder(tmp_path, **(QWEN3_MOE | dict(mlp_only_layers=[0])))))

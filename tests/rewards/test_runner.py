@@ -159,7 +159,7 @@ def test_a_stuck_row_is_killed_counted_and_the_others_go_on(runner: Callable[...
         for _ in range(2):
             started = time.monotonic()
             result = grade(rewards)
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 30
             assert result.scores.tolist() == [1.0, 1.0, -1.0, 1.0]
             assert (result.num_errors, result.metrics["reward/errors"].value) == (1, 1.0)
             assert f"{name} on row 'id-2' (prompt 'prompt 2'): did not finish within 0.5 s" in result.first_error

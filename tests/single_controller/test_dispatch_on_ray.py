@@ -49,10 +49,10 @@ def test_calls_are_asynchronous_in_order_and_timed_by_phase(pool):
     cluster.spans()
     start = time.monotonic()
     with cluster.phase("rest", step=7):
-        echo.sleep(0.6)
+        echo.sleep(3.0)
         batch = echo.double(batch_of([1, 2]))
-    assert time.monotonic() - start < 0.5, "nothing was read yet"
-    assert len(batch) == 2 and time.monotonic() - start > 0.5
+    assert time.monotonic() - start < 3.0, "nothing was read yet"
+    assert len(batch) == 2 and time.monotonic() - start >= 3.0
     first, second = cluster.spans()
     assert (first.phase, first.step, first.role, first.method) == ("rest", 7, "Echo", "sleep")
     assert first.end - first.start >= 0.6 and first.end <= second.start + 0.1
