@@ -16,6 +16,7 @@ EVERY_RUN = {
     "rollout/logprob_diff_mean", "seconds/generate", "seconds/reward", "seconds/advantage", "seconds/update_actor",
     "seconds/reshard", "seconds/sleep", "seconds/wake", "seconds/total", "tokens_per_second",
     "reshard/received_bytes_max", "reshard/bound_bytes_max", "reshard/peak_extra_bytes_max", "reshard/fingerprint_ok",
+    "reshard/num_collectives_max",
 }  # fmt: skip
 WITH_CRITIC = {"value/loss", "seconds/values", "seconds/update_critic"}
 WITH_REFERENCE = {"kl/reference", "seconds/reference"}
@@ -33,6 +34,7 @@ def check(run: Finished, expected: set[str], absent: set[str] = frozenset()) -> 
         assert not (absent & row.keys()), absent & row.keys()
         assert all(value is not None and math.isfinite(value) for value in row.values())
         assert row["reshard/fingerprint_ok"] == 1.0
+        assert row["reshard/received_bytes_max"] == row["reshard/bound_bytes_max"]
         assert row["rollout/logprob_diff_mean"] < 1e-4
 
 

@@ -41,7 +41,7 @@ from flowrl.workers.weights import ModelWeights
 
 @dataclass(frozen=True)
 class Cell:
-    """One layout and one way of running the same mini-batch."""
+    """One layout and one way of running the same mini-batch; `beside`: engines of these sizes order the ranks."""
 
     tp: int = 1
     pp: int = 1
@@ -53,6 +53,7 @@ class Cell:
     dtype: str = "float32"
     distributed_optimizer: bool = False
     recompute: bool = False
+    beside: ParallelSizes | None = None
 
 
 NO_KL = NoKL()
@@ -106,7 +107,7 @@ def actor(
         num_tokenizer_ids=num_ids,
         total_optimizer_steps=total_steps,
         seed=0,
-        beside=beside,
+        beside=beside or cell.beside,
     )
 
 

@@ -15,9 +15,15 @@ from test_update import CONFIG, hugging_face_update, with_old_log_probs
 from test_update import check as check_update
 
 from flowrl.protocol import DataProto
+from flowrl.resharding.ranks import ParallelSizes
 
 TWO = [Cell(ep=2), Cell(etp=2), Cell(tp=2), Cell(tp=2, etp=2), Cell(tp=2, ep=2), Cell(pp=2), Cell(budget=24)]
 FOUR = [Cell(tp=2, ep=2), Cell(tp=2, ep=2, etp=2), Cell(tp=2, ep=4), Cell(pp=2, ep=2), Cell(tp=4, ep=2, etp=2)]
+FOUR += [
+    Cell(tp=2, ep=2, beside=ParallelSizes(tp=4)),
+    Cell(tp=2, ep=2, etp=2, beside=ParallelSizes(tp=4)),
+    Cell(tp=2, ep=4, beside=ParallelSizes(tp=2, ep=2)),
+]
 SHARDED = [Cell(ep=2, distributed_optimizer=True), Cell(tp=2, ep=2, distributed_optimizer=True)]
 FAMILIES = pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
 

@@ -17,6 +17,7 @@ from flowrl.algorithms.distributions import log_probs_and_entropy
 from flowrl.algorithms.losses import ClippedPolicyLoss, TokenOutputs
 from flowrl.algorithms.masked import row_weights
 from flowrl.protocol import DataProto, Ragged
+from flowrl.resharding.ranks import ParallelSizes
 
 MANY, TWO = 13, 48
 CONFIG: dict[str, Any] = {"entropy_coefficient": 0.01}
@@ -33,7 +34,13 @@ CELLS = {
         Cell(distributed_optimizer=True, budget=MANY),
         Cell(tp=2, distributed_optimizer=True),
     ],
-    4: [Cell(tp=2), Cell(tp=2, budget=MANY, order=(4, 2, 0, 3, 1)), Cell(tp=2, pp=2, budget=MANY), Cell(tp=4)],
+    4: [
+        Cell(tp=2),
+        Cell(tp=2, budget=MANY, order=(4, 2, 0, 3, 1)),
+        Cell(tp=2, beside=ParallelSizes(tp=4)),
+        Cell(tp=2, pp=2, budget=MANY),
+        Cell(tp=4),
+    ],
 }
 
 
