@@ -173,6 +173,9 @@ def _best_axes(frame: Frame, overlaps: _Overlaps, node: Ranks) -> _Candidate:
     expert = []
     for etp_stride in steps if train.etp > 1 else [1]:
         for ep_stride in steps if train.ep > 1 else [None]:
+            if ep_stride is not None and train.etp > 1 and ep_stride < etp_stride:
+                # Megatron-core's dispatcher reads what it gathered from a stage's experts as [ep, etp].
+                continue
             try:
                 ep, etp, edp = frame.experts(ep_stride, etp_stride)
             except ValueError:
