@@ -88,7 +88,8 @@ class StepConsole:
         try:
             yield report
         finally:
-            bar.stop()
+            if bar.live.is_started:
+                bar.stop()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a finished step."""

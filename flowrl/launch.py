@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -15,6 +17,7 @@ from flowrl.config.cli import run_main
 from flowrl.config.compose import Recipe
 from flowrl.config.schema import Config
 from flowrl.config.tree import ConfigError
+from flowrl.signals import Stopped, stop_signals
 
 if TYPE_CHECKING:
     from flowrl.run import Run
@@ -28,13 +31,26 @@ def launch(train: Callable[[Run], None], recipe: Recipe | None = None, argv: Seq
     Exit codes: 0 when all announced steps are done, 2 for a configuration that cannot run (data, tokenizer and reward
     function included), 1 for a failure, 130 or 143 when stopped by SIGINT or SIGTERM.
     """
-    run_main(partial(_train, train), argv, recipe=recipe)
+    try:
+        with stop_signals():
+            run_main(partial(_train, train), argv, recipe=recipe)
+    except Stopped as stopped:
+        _say(f"{stopped} before the run began")
+        sys.exit(stopped.exit_code)
 
 
 def _train(train: Callable[[Run], None], config: Config) -> int:
     folder = Path(config.run.dir).expanduser()
-    earlier = _set_aside(folder)
-    with driver_log(folder / "logs"):
+    with ExitStack() as stack:
+        stack.enter_context(_gone_if_refused(folder))
+        try:
+            stack.enter_context(_alone(folder))
+            earlier = _set_aside(folder)
+            stack.enter_context(driver_log(folder / "logs"))
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={folder} cannot be used: {error.strerror}; give a folder that can be written"
+            ) from None
         # Late, so that a configuration error does not pay for these imports, and their warnings go to the log.
         from flowrl.run import Run
 
@@ -45,8 +61,6 @@ def _train(train: Callable[[Run], None], config: Config) -> int:
 
 
 def _guarded(train: Callable[[Run], None], run: Run) -> int:
-    from flowrl.single_controller.signals import Stopped, stop_signals
-
     try:
         with stop_signals(), run:
             train(run)
@@ -62,6 +76,37 @@ def _guarded(train: Callable[[Run], None], run: Run) -> int:
         _failed(run, error)
         return EXIT_FAILURE
     return 0
+
+
+@contextmanager
+def _gone_if_refused(folder: Path) -> Iterator[None]:
+    """Removes a folder that was made inside for a run whose configuration is then refused."""
+    try:
+        existed = folder.exists()
+    except OSError:
+        existed = True
+    try:
+        yield
+    except ConfigError:
+        if not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of the folder. The lock lies beside it, so that it stays when the folder is moved."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.with_name(f".{folder.name}.lock")
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.dir={folder} belongs to a run that is still going; give this one another run.dir"
+            ) from None
+        yield
+        path.unlink(missing_ok=True)
 
 
 def _set_aside(folder: Path) -> Path | None:

@@ -5,7 +5,7 @@ A driver gets a `Run` and says only what its algorithm does with it; `main_ppo.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ import torch
 from flowrl.algorithms.kl import adaptive_coefficient
 from flowrl.builtin.model import resolve_model
 from flowrl.config.compose import to_tree, to_yaml
-from flowrl.config.model_shape import read_model_shape
+from flowrl.config.model_shape import ModelShape, read_model_shape
 from flowrl.config.schema import ActorConfig, AdaptiveKL, Config, CriticConfig
 from flowrl.config.units import critic_warmup_steps
 from flowrl.console import StepConsole
@@ -25,7 +25,7 @@ from flowrl.data.seeds import expand
 from flowrl.data.tokenizer import load_tokenizer
 from flowrl.estimate import batch_metrics, estimate, ragged, reward_kl_coefficient, scores
 from flowrl.protocol import DataProto
-from flowrl.report import StepReport
+from flowrl.report import SKIPPED, StepReport
 from flowrl.rewards.runner import RewardResult, RewardRunner
 from flowrl.roles import Roles
 from flowrl.single_controller import Cluster
@@ -33,6 +33,7 @@ from flowrl.timing import PhaseClock
 from flowrl.tracking import Tracker
 from flowrl.workers.actor import ActorWorker
 from flowrl.workers.critic import CriticWorker
+from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.reference import ReferenceWorker
 from flowrl.workers.rollout import RolloutWorker
 
@@ -70,6 +71,7 @@ class Run:
         with self.console.progress("making the built-in model") as progress:
             model = resolve_model(config.model.path, config.model.cache_dir, progress)
         shape = read_model_shape(model)
+        self._check_weights(model, shape)
         self.tokenizer = load_tokenizer(model, config.data.chat_template, config.model.trust_remote_code)
         self._open_data(stack, shape.vocab_size)
         self.tracker = Tracker(self.folder, config, to_tree(config))
@@ -86,6 +88,17 @@ class Run:
         )
         self.clock = PhaseClock(self.cluster)
         self._roles = Roles(config, self.cluster, model, shape, self.tokenizer, stack)
+
+    def _check_weights(self, model: Path, shape: ModelShape) -> None:
+        """Headers of the weights of every role: what does not fit is told before anything is started."""
+        config = self.config
+        HFFolder(model).check(shape)
+        for path, used, head in (
+            (config.reference.path, config.kl.needs_reference, True),
+            (config.critic.path, config.algorithm.needs_critic, False),
+        ):
+            if used and path != config.model.path:
+                HFFolder(path).check(read_model_shape(path), head=head)
 
     def _open_data(self, stack: ExitStack, vocab_size: int) -> None:
         config = self.config
@@ -235,6 +248,15 @@ class Run:
         self.tracker.samples(self.step, self._samples(trainer.samples_per_step))
         self.tracker.log(self.step, metrics)
         self.console.step(self.step, metrics)
+        self._warn(metrics)
+
+    def _warn(self, metrics: Mapping[str, float]) -> None:
+        """What a user should not have to find in a file."""
+        for name, value in metrics.items():
+            if name.endswith(SKIPPED) and value:
+                self.console.warn(
+                    f"{value:g} optimizer steps were skipped, their gradients were not finite ({name}); the logs name the tensor"
+                )
         limit = self.config.rollout.logprob_diff_warn
         if metrics.get("rollout/logprob_diff_mean", 0.0) > limit:
             difference = metrics["rollout/logprob_diff_mean"]

@@ -112,12 +112,32 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     if names[0] not in ARCHITECTURES:
         raise ValueError(f"architecture {names[0]} of {folder} is not known; known: {', '.join(ARCHITECTURES)}")
     try:
-        return _shape(names[0], raw, folder)
+        shape = _shape(names[0], raw, folder)
     except KeyError as missing:
         raise ValueError(f"{folder / 'config.json'} lacks {missing}, which {names[0]} needs") from None
+    except TypeError as error:
+        raise ValueError(f"{folder / 'config.json'} has a value of the wrong type: {error}") from None
+    return shape
+
+
+_SIZES = (
+    "num_attention_heads",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+def _check_sizes(raw: dict[str, Any], folder: Path) -> None:
+    for name in _SIZES:
+        if type(raw[name]) is not int or raw[name] < 1:
+            raise ValueError(f"{folder / 'config.json'}: {name}={raw[name]!r} is not an integer of at least 1")
 
 
 def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
+    _check_sizes(raw, folder)
     heads = int(raw["num_attention_heads"])
     kv_heads = int(raw.get("num_key_value_heads") or heads)
     if heads % kv_heads:

@@ -240,5 +240,8 @@ def _trainer(config: Config, facts: Facts) -> Iterator[str]:
     if config.trainer.eval_every and "trainer.eval_every" in facts.given and not config.data.eval_files:
         yield f"trainer.eval_every={config.trainer.eval_every} with data.eval_files=[]: there is nothing to evaluate on; give files or trainer.eval_every=0"
     folder = Path(config.run.dir).expanduser()
-    if folder.exists() and not folder.is_dir():
-        yield f"run.dir={config.run.dir} is a file; give a folder"
+    try:
+        if folder.exists() and not folder.is_dir():
+            yield f"run.dir={config.run.dir} is a file; give a folder"
+    except OSError as error:
+        yield f"run.dir={folder} cannot be used: {error.strerror}; give a folder that can be written"

@@ -291,7 +291,9 @@ VARIANTS: dict[str, dict[str, type]] = {
 @dataclass(frozen=True)
 class TrainerConfig:
     total_steps: int = knob(40, "training steps", minimum=1)
-    seed: int = knob(0, "seed of everything: data order, sampling, mini-batches, new parameters", minimum=0)
+    seed: int = knob(
+        0, "seed of everything: data order, sampling, mini-batches, new parameters", minimum=0, maximum=2**32 - 1
+    )
     eval_every: int = knob(10, "evaluate every n steps and after the last, and before step 1; 0 is never", minimum=0)
     save_every: int = knob(0, "export a Hugging Face folder every n steps and after the last; 0 is never", minimum=0)
     resume: str = knob("never", "`never`; `auto` or a path once checkpoints exist (refused until then)")

@@ -82,7 +82,7 @@ def _problem(raw: Any) -> str | None:
 
 def _prompt_problem(prompt: Any) -> str | None:
     if isinstance(prompt, str):
-        return None if prompt.strip() else "prompt is empty"
+        return _text_problem(prompt) or (None if prompt.strip() else "prompt is empty")
     if not isinstance(prompt, list):
         return f"prompt is {_kind(prompt)}; give text or a list of {{role, content}}"
     if not prompt:
@@ -96,6 +96,15 @@ def _prompt_problem(prompt: Any) -> str | None:
     return None
 
 
+def _text_problem(text: str) -> str | None:
+    """A half of a surrogate pair is legal in JSON and no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start + 1} is half of a surrogate pair"
+    return None
+
+
 def _message_problem(message: Any) -> str | None:
     if not isinstance(message, dict):
         return f"is {_kind(message)}; give an object {{role, content}}"
@@ -104,6 +113,8 @@ def _message_problem(message: Any) -> str | None:
             return f"has no {key!r}"
         if not isinstance(message[key], str):
             return f"has a {key!r} that is {_kind(message[key])}; give text"
+        if problem := _text_problem(message[key]):
+            return f"has a {key!r} of which {problem}"
     if message["role"] not in ROLES:
         return f"has role {message['role']!r}; legal: {', '.join(ROLES)}"
     return None
@@ -158,7 +169,7 @@ def _json_lines(name: str, path: Path) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{name}, line {number} is not JSON: {error}; write one object per line") from None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from flowrl.config.tree import ConfigError
@@ -114,8 +114,16 @@ def _template(name: str) -> str:
         text = Path(name).expanduser().read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"data.chat_template={name} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.chat_template={name} is not UTF-8 text (byte {error.start}); give a Jinja template"
+        ) from None
     if not text.strip():
         raise ConfigError(f"data.chat_template={name} is empty; give a Jinja template, or null")
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except TemplateError as error:
+        raise ConfigError(f"data.chat_template={name} is not a Jinja template: {error}") from None
     return text
 
 

@@ -26,7 +26,6 @@ from flowrl.single_controller.calls import Calls, Span
 from flowrl.single_controller.placement import NodeResources
 from flowrl.single_controller.ray_private import free_resources, keep_ray_off_the_console
 from flowrl.single_controller.reaper import reap
-from flowrl.single_controller.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from flowrl.single_controller.pool import ResourcePool
@@ -189,7 +188,7 @@ def join(address: str) -> None:
 
 def _init_ray(**options: Any) -> None:
     """Ray replaces the handlers of signals; a driver that handles them keeps its own."""
-    handlers = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from flowrl.config.model_shape import ModelShape
@@ -33,7 +33,10 @@ class HFFolder:
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, Path] = {}
         for file in self._weight_files():
-            self._files[file.name] = safe_open(file, framework="pt")
+            try:
+                self._files[file.name] = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{file} cannot be read as safetensors: {error}; copy it anew") from None
             for name in self._files[file.name].keys():  # noqa: SIM118 - not a mapping
                 self._file_of[name] = file
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from flowrl import launch
+from flowrl.builtin.model import resolve_model
+from flowrl.config.tree import ConfigError
 from tests.end_to_end.conftest import ROOT, Command, processes_marked
 
 ENDLESS = (
@@ -175,3 +179,64 @@ def test_data_and_reward_mistakes_are_found_before_ray_starts(flowrl: Command, t
         assert run.code == 2, run.err
         assert word in run.err and "Traceback" not in run.err
         assert "Ray" not in run.out
+
+
+def test_a_run_dir_that_cannot_be_used_is_refused_and_leaves_nothing(flowrl: Command, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (file / "below", Path("/proc/none/here"), tmp_path / ("a" * 300)):
+        run = flowrl(f"run.dir={folder}", name="unused", timeout=60)
+        assert run.code == 2 and "run.dir" in run.err and "Traceback" not in run.err, run.err
+
+
+def test_two_runs_cannot_write_into_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with launch._alone(folder), pytest.raises(ConfigError, match=r"run.dir=.* still going"), launch._alone(folder):
+        pass
+    with launch._alone(folder):
+        assert not folder.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_run_is_set_aside_not_overwritten(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for number in (1, 2):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(str(number))
+        assert launch._set_aside(folder) == tmp_path / f"run.{number}"
+    assert launch._set_aside(folder) is None
+    assert (tmp_path / "run.2" / "metrics.jsonl").read_text() == "2"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_imports_is_one_line(flowrl: Command, number: signal.Signals, code: int) -> None:
+    """RAY-03: while a newcomer still sees nothing."""
+    mark = uuid.uuid4().hex
+    folder = flowrl.folder / "run"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "flowrl.main_ppo", f"run.dir={folder}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=flowrl.environment(mark),
+    )
+    deadline = time.monotonic() + 60
+    while not (folder / "logs" / "driver.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.send_signal(number)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == code, err
+    assert "Traceback" not in err and "stopped by" in err
+    assert processes_marked(mark) == []
+
+
+def test_weights_that_do_not_fit_are_told_before_ray_starts(flowrl: Command, tmp_path: Path) -> None:
+    """The cheap way: headers only."""
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("builtin:tiny", "~/.cache/flowrl"), model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    run = flowrl(f"model.path={model}", timeout=100)
+    assert run.code == 2 and "model.safetensors cannot be read" in run.err and "Ray" not in run.out, run.err
+    assert not run.folder.exists()

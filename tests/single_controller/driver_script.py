@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from flowrl.signals import Stopped, stop_signals
 from flowrl.single_controller import Cluster, ResourcePool, WorkerGroup
-from flowrl.single_controller.signals import Stopped, stop_signals
 
 sys.path.insert(0, str(Path(__file__).parent))
 

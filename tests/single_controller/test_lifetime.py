@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import ray
 
+from flowrl.signals import Stopped, stop_signals
 from flowrl.single_controller import Cluster, ResourcePool, ray_private
 from flowrl.single_controller import cluster as cluster_module
 from flowrl.single_controller.reaper import marked_processes
-from flowrl.single_controller.signals import Stopped, stop_signals
 
 SCRIPT = Path(__file__).with_name("driver_script.py")
 ROOT = SCRIPT.parents[2]
