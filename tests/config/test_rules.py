@@ -237,9 +237,9 @@ def test_devices_that_the_machine_lacks_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_joined_cluster_is_not_judged_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    compose(["cluster.address=head:6379", "cluster.devices=64"])
+    assert compose(["cluster.address=head:6379", "cluster.devices=64"]).cluster.devices == 64
     monkeypatch.setattr(compose_module, "find_machine", lambda: Machine(2, 2**33, 2**32, ray_address="auto"))
-    compose(["cluster.devices=64", "cluster.device=cuda"])
+    assert compose(["cluster.devices=64", "cluster.device=cuda"]).cluster.device == "cuda"
 
 
 # Knobs without effect, features that do not exist

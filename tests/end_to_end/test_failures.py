@@ -31,9 +31,9 @@ ENDLESS = (
 class Running:
     """A run in the background that has finished at least one step."""
 
-    def __init__(self, command: Command, *overrides: str) -> None:
+    def __init__(self, command: Command, *overrides: str, name: str = "run") -> None:
         self.mark = uuid.uuid4().hex
-        self.folder = command.folder / "run"
+        self.folder = command.folder / name
         self.process = subprocess.Popen(
             [sys.executable, "-m", "flowrl.main_ppo", f"run.dir={self.folder}", *ENDLESS, *overrides],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=command.environment(self.mark),
@@ -92,7 +92,7 @@ def test_a_killed_driver_leaves_nothing_behind(flowrl: Command) -> None:
     run = Running(flowrl, "algorithm=grpo")
     run.process.kill()
     assert run.finish(seconds=20)[0] == -signal.SIGKILL
-    again = Running(flowrl, "algorithm=grpo")
+    again = Running(flowrl, "algorithm=grpo", name="again")
     again.process.terminate()
     assert again.finish(seconds=20)[0] == 143
 
