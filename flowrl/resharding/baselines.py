@@ -123,9 +123,7 @@ class PerTensorGather:
         return clock.seconds
 
 
-def cut_forms(
-    forms: Sequence[tuple[Parameter, ...]], max_elements: int
-) -> list[list[tuple[Parameter, ...]]]:
+def cut_forms(forms: Sequence[tuple[Parameter, ...]], max_elements: int) -> list[list[tuple[Parameter, ...]]]:
     """Neighbouring parameters together up to `max_elements` over all their shards; a larger one stands alone."""
     buckets: list[list[tuple[Parameter, ...]]] = []
     size = 0

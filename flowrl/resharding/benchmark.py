@@ -14,6 +14,7 @@ from flowrl.config.machine import find_machine
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding.measure import report
 from flowrl.resharding.measure.folder import write_config
+from flowrl.resharding.measure.job import PRELOAD, RUN, Job
 from flowrl.resharding.measure.options import (
     FLOWRL,
     USAGE,
@@ -28,8 +29,6 @@ from flowrl.resharding.measure.report import Measured
 from flowrl.resharding.plan.options import Layout
 from flowrl.resharding.shapes import SHAPES, planned_shape
 from flowrl.workers.environment import process_environment
-from flowrl.workers.measured_moves import Job, run_job
-from flowrl.workers.vllm_private_shard import PRELOAD
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 WIDTH = 190
@@ -54,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_BAD_INPUT
     # The processes inherit these; they must be there before the first of them starts.
     os.environ.update(process_environment(device, options.world))
+    # Megatron-core warns in every process of optional packages that flowrl does without.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     try:
         measured, skipped = measure(shape, options, device)
     except RankFailed as error:
@@ -113,7 +114,7 @@ def measure(shape: ModelShape, options: BenchmarkOptions, device: str) -> tuple[
                 skipped.append({"engine": "megatron_refit", "rollout": rollout.text, "reason": refusal})
             job = _job(shape, options, rollout, device, str(folder), coded, tuple(engines))
             backend = "nccl" if device == "cuda" else "gloo"
-            measured += run_ranks(options.world, backend, PRELOAD, run_job, job)[0]
+            measured += run_ranks(options.world, backend, PRELOAD, RUN, job)[0]
     return measured, skipped
 
 

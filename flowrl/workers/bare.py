@@ -109,9 +109,7 @@ def parameter_tables(shape: ModelShape, sizes: ParallelSizes) -> tuple[tuple[tup
     stages = stage_layers(shape.num_layers, sizes.pp)
     return tuple(
         tuple(
-            stage_parameters(
-                shape, tp=sizes.tp, tp_rank=tp, layers=layers, first=pp == 0, last=pp == sizes.pp - 1
-            )
+            stage_parameters(shape, tp=sizes.tp, tp_rank=tp, layers=layers, first=pp == 0, last=pp == sizes.pp - 1)
             for tp in range(sizes.tp)
         )
         for pp, layers in enumerate(stages)

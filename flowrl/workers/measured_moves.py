@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowrl.config.model_shape import ModelShape
 from flowrl.resharding.baselines import BucketedGather, GatherAll, PerTensorGather, Trained
 from flowrl.resharding.families import HFTensor, hf_tensors
+from flowrl.resharding.measure.job import Job
 from flowrl.resharding.measure.options import FLOWRL
 from flowrl.resharding.measure.rounds import Engine, Mover, as_json, gather, make_row, observe, slowest, time_moves
 from flowrl.resharding.measure.truth import IndexCoded, Truth, differs, fill
@@ -26,25 +26,6 @@ from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.refit import MegatronRefit
 from flowrl.workers.vllm_private_shard import ShardSpec, build_shard
 from flowrl.workers.weights import HeldRegion
-
-
-@dataclass(frozen=True)
-class Job:
-    """One pair of layouts. `folder` has the model's config; with `coded` its weights are coded by index, else read."""
-
-    model: str
-    shape: ModelShape
-    folder: str
-    coded: bool
-    world: int
-    train: ParallelSizes
-    rollout: ParallelSizes
-    train_text: str
-    rollout_text: str
-    engines: tuple[str, ...]
-    repeat: int
-    dtype: str
-    device: str
 
 
 class _Folder:
@@ -226,7 +207,9 @@ class _Bench:
         for place in self.nested.places:
             at = place.rollout
             assert at is not None
-            there = TrainPlace(tp=at.tp, cp=0, dp=at.replica, pp=at.pp, etp=0, ep=0, edp=at.replica * job.rollout.tp + at.tp)
+            there = TrainPlace(
+                tp=at.tp, cp=0, dp=at.replica, pp=at.pp, etp=0, ep=0, edp=at.replica * job.rollout.tp + at.tp
+            )
             places.append(RankPlace(place.rank, there, None))
         assert grid(places, "train").size == job.world
         target = bare.build_bare(job.shape, job.rollout, places, dtype=job.dtype, device=self.device)

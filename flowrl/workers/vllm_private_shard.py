@@ -15,14 +15,6 @@ from typing import Any
 
 import torch
 
-PRELOAD = (
-    "flowrl.workers.measured_moves",
-    "vllm.engine.arg_utils",
-    "vllm.model_executor.model_loader.utils",
-    "vllm.model_executor.models.llama",
-)
-"""Modules that a process which builds shards will import, for a server that it is forked from."""
-
 _STATE = "vllm.distributed.parallel_state"
 
 

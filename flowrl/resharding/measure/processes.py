@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -32,8 +33,9 @@ def _main(rank: int, world: int, store: str, backend: str, work: bytes, out: Any
         backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT
     )
     try:
-        function, arguments = pickle.loads(work)
-        out.send_bytes(pickle.dumps((True, function(*arguments))))
+        name, arguments = pickle.loads(work)
+        module, _, function = name.partition(":")
+        out.send_bytes(pickle.dumps((True, vars(importlib.import_module(module))[function](*arguments))))
     except BaseException:  # noqa: B036 - reported by the parent, whatever it is
         out.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise
@@ -41,10 +43,8 @@ def _main(rank: int, world: int, store: str, backend: str, work: bytes, out: Any
     dist.destroy_process_group()
 
 
-def run_ranks(
-    world: int, backend: str, preload: Sequence[str], function: Callable[..., Any], *arguments: Any
-) -> list[Any]:
-    """Results of `function(*arguments)` by rank, inside a process group over `backend`.
+def run_ranks(world: int, backend: str, preload: Sequence[str], function: str, *arguments: Any) -> list[Any]:
+    """Results of `function` (as `module:name`) of `arguments` by rank, inside a process group over `backend`.
 
     `preload` names modules that the server imports before it forks. Error: `RankFailed` with the traceback of the
     first rank that fails; the others are ended.

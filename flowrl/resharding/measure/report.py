@@ -145,7 +145,9 @@ def figure(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     labels = [f"{row['rollout']}\n{row['engine']}" for row in rows]
     places = list(range(len(rows)))
     drawn, (upper, lower) = pyplot.subplots(2, 1, figsize=(max(6.0, 1.5 * len(rows)), 8.0), sharex=True)
-    upper.bar(places, [row["received_bytes_max"] / 1e6 for row in rows], color="tab:blue", label="received, busiest rank")
+    upper.bar(
+        places, [row["received_bytes_max"] / 1e6 for row in rows], color="tab:blue", label="received, busiest rank"
+    )
     bounds = [row["bound_bytes_max"] / 1e6 for row in rows]
     upper.hlines(bounds, [p - 0.45 for p in places], [p + 0.45 for p in places], color="black", label="lower bound")
     upper.set_ylabel("MB per rank")
