@@ -57,13 +57,14 @@ class Trained:
 class Clock:
     """Seconds by stage of one move; work that a GPU has queued belongs to the stage that queued it."""
 
+    device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
     _since: float = field(default_factory=time.perf_counter)
 
     def lap(self, stage: str) -> None:
         """The time since the last lap belongs to `stage`."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
         self._since = now
@@ -100,7 +101,8 @@ class PerTensorGather:
     @torch.no_grad()
     def move(self) -> dict[str, float]:
         """Seconds by stage on this rank. Collective."""
-        trained, clock = self._trained, Clock()
+        trained = self._trained
+        clock = Clock(trained.example.device)
         stages, ranks = len(trained.tables), dist.get_process_group_ranks(trained.pp_group)
         tp_size = len(trained.tables[0])
         for pp in range(stages):
@@ -176,7 +178,8 @@ class BucketedGather:
     @torch.no_grad()
     def move(self) -> dict[str, float]:
         """Seconds by stage on this rank. Collective."""
-        trained, clock, tp_size = self._trained, Clock(), len(self._trained.tables[0])
+        trained, tp_size = self._trained, len(self._trained.tables[0])
+        clock = Clock(trained.example.device)
         ranks = dist.get_process_group_ranks(trained.pp_group)
         for pp, bucket in self._buckets:
             count = sum(prod(form[0].shape) for form in bucket)
@@ -227,7 +230,8 @@ class GatherAll:
     @torch.no_grad()
     def move(self) -> dict[str, float]:
         """Seconds by stage on this rank. Collective."""
-        trained, clock, world = self._trained, Clock(), len(self._trained.places)
+        trained, world = self._trained, len(self._trained.places)
+        clock = Clock(trained.example.device)
         for bucket in self._buckets:
             counts = [sum(prod(form[0].shape) for form in part) for part in bucket]
             share = -(-max(counts) // self._replicas)

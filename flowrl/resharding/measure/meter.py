@@ -51,7 +51,7 @@ def received_bytes(name: str, arguments: Sequence[Any]) -> int:
     raise ValueError(f"the meter does not know the collective {name}")
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts, while it is entered, in this thread: received bytes, collectives, copies, and temporary memory.
 
     Storages of `existing` tensors are no temporaries. `peak_bytes` is the largest sum of temporaries alive at once,
@@ -59,7 +59,7 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.received = self.num_collectives = self.num_copies = 0
         self.peak_bytes = self.largest_bytes = self._alive_bytes = 0
         self._known = {tensor.untyped_storage().data_ptr() for tensor in existing}

@@ -9,7 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -73,11 +73,12 @@ def run_ranks(world: int, backend: str, preload: Sequence[str], function: str, *
         return results
 
 
-def _collect(receivers: list[Any]) -> list[Any]:
+def _collect(receivers: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
         pending = {pipe: rank for rank, pipe in enumerate(receivers) if rank not in results}
         for pipe in wait(list(pending)):
+            assert isinstance(pipe, Connection)
             rank = pending[pipe]
             try:
                 good, value = pickle.loads(pipe.recv_bytes())
