@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowrl.resharding.families import Parameter
-from flowrl.resharding.ranks import TrainPlace
+from flowrl.config.model_shape import ModelShape
+from flowrl.resharding.families import Parameter, stage_layers, stage_parameters
+from flowrl.resharding.ranks import ParallelSizes, TrainPlace
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
@@ -51,6 +52,18 @@ class Trained:
         left out."""
         forms = list(zip(*self.tables[pp], strict=True))
         return [form for form in forms if not (self.tied and form[0].name == "output_layer.weight")]
+
+
+def parameter_tables(shape: ModelShape, sizes: ParallelSizes) -> tuple[tuple[tuple[Parameter, ...], ...], ...]:
+    """[pp][tp] -> the parameters of that place."""
+    stages = stage_layers(shape.num_layers, sizes.pp)
+    return tuple(
+        tuple(
+            stage_parameters(shape, tp=sizes.tp, tp_rank=tp, layers=layers, first=pp == 0, last=pp == sizes.pp - 1)
+            for tp in range(sizes.tp)
+        )
+        for pp, layers in enumerate(stages)
+    )
 
 
 @dataclass

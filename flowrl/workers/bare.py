@@ -12,7 +12,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # type: 
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import EngineConfig, TrainLayout
-from flowrl.resharding.families import Parameter, stage_layers, stage_parameters
 from flowrl.resharding.ranks import ParallelSizes, RankPlace, Side, groups
 from flowrl.workers import cuda_on_cpu
 from flowrl.workers.groups import Coordinates, _group
@@ -102,18 +101,6 @@ def _mark_gated(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("mlp.linear_fc1.weight"):
             parameter.partition_stride = 2
-
-
-def parameter_tables(shape: ModelShape, sizes: ParallelSizes) -> tuple[tuple[tuple[Parameter, ...], ...], ...]:
-    """[pp][tp] -> the parameters of that place."""
-    stages = stage_layers(shape.num_layers, sizes.pp)
-    return tuple(
-        tuple(
-            stage_parameters(shape, tp=sizes.tp, tp_rank=tp, layers=layers, first=pp == 0, last=pp == sizes.pp - 1)
-            for tp in range(sizes.tp)
-        )
-        for pp, layers in enumerate(stages)
-    )
 
 
 class Arena:

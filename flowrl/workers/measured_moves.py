@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowrl.resharding.baselines import BucketedGather, GatherAll, PerTensorGather, Trained
+from flowrl.resharding.baselines import BucketedGather, GatherAll, PerTensorGather, Trained, parameter_tables
 from flowrl.resharding.families import HFTensor, hf_tensors
 from flowrl.resharding.measure.job import Job
 from flowrl.resharding.measure.options import FLOWRL
@@ -114,7 +114,7 @@ class _Bench:
         """Enough for any rank's part of any model that takes turns in it."""
         largest: int = max(gather(bare.num_elements(self.nested.shard)))
         if "megatron_refit" in self.job.engines:
-            tables = bare.parameter_tables(self.job.shape, self.job.rollout)
+            tables = parameter_tables(self.job.shape, self.job.rollout)
             parts = [sum(torch.Size(p.shape).numel() for p in table) for stage in tables for table in stage]
             largest = max(largest, *parts)
         return largest
@@ -194,7 +194,7 @@ class _Bench:
         places = tuple(place.train for place in side.places if place.train is not None)
         return Trained(
             places=places,
-            tables=bare.parameter_tables(self.job.shape, self.job.train),
+            tables=parameter_tables(self.job.shape, self.job.train),
             local={name: parameter.data for name, parameter in side.trainer.parameters.items()},
             pp_group=side.trainer.groups.pp,
             tp_group=side.trainer.groups.tp,

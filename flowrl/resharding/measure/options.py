@@ -164,16 +164,16 @@ def check_memory(shape: ModelShape, options: BenchmarkOptions, rollout: Layout, 
 def refit_refusal(shape: ModelShape, options: BenchmarkOptions, rollout: Layout, memory_bytes: int) -> str | None:
     """Why Megatron-core's own move cannot run here, or None.
 
-    It allocates a receive buffer for every piece of the new model, a second one in its gloo transport, and contiguous
-    copies of all that is sent, all at once: three times the generation shards beside both models.
+    It allocates a receive buffer for every piece of the new model and a second one in its gloo transport, all at once:
+    twice the generation shards beside both models. (Contiguous copies of sent columns come on top.)
     """
     if shape.tied and rollout.sizes.pp > 1 and options.train.sizes.pp == 1:
         return "a tied head on its own pipeline stage has no source of its name in a model of one stage"
-    extra = 3 * options.world * shard_bytes(shape, rollout, options.dtype)
+    extra = 2 * options.world * shard_bytes(shape, rollout, options.dtype)
     needed = needed_bytes(shape, options, rollout) + extra
     if needed > memory_bytes:
         return (
-            f"needs {needed_bytes(shape, options, rollout) / 1e9:.1f} GB for both models + 3 x {options.world} x "
+            f"needs {needed_bytes(shape, options, rollout) / 1e9:.1f} GB for both models + 2 x {options.world} x "
             f"{shard_bytes(shape, rollout, options.dtype) / 1e9:.2f} GB of buffers alive at once = {needed / 1e9:.1f} GB, and this "
             f"machine has {memory_bytes / 1e9:.1f} GB"
         )
