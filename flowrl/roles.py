@@ -9,6 +9,7 @@ from flowrl.config.model_shape import ModelShape, read_model_shape
 from flowrl.config.schema import Config
 from flowrl.config.units import optimizer_steps, pool_devices
 from flowrl.data.tokenizer import Tokenizer
+from flowrl.resharding.layouts import rollout_sizes, train_sizes
 from flowrl.single_controller import Cluster, ResourcePool, WorkerGroup
 from flowrl.workers.actor import ActorWorker
 from flowrl.workers.critic import CriticWorker
@@ -66,6 +67,7 @@ class Roles:
             self._main, ActorWorker, self._model, self._shape, config.actor, name="actor", kl=config.kl,
             temperature=config.rollout.temperature, num_tokenizer_ids=self._tokenizer.num_ids,
             total_optimizer_steps=self._steps.actor_total, seed=config.trainer.seed,
+            beside=rollout_sizes(config.rollout),
         )  # fmt: skip
 
     def critic(self) -> CriticWorker | None:
@@ -98,6 +100,7 @@ class Roles:
             self._main, RolloutWorker, self._model, self._shape, config.rollout, name="rollout",
             num_tokenizer_ids=self._tokenizer.num_ids, stop_token_ids=self._tokenizer.stop_token_ids,
             max_prompt_tokens=config.data.max_prompt_tokens, seed=config.trainer.seed,
+            beside=train_sizes(config.actor.layout),
         )  # fmt: skip
 
     def _model_of(self, path: str) -> tuple[str, ModelShape]:

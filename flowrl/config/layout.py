@@ -36,11 +36,25 @@ def nearest_multiples(value: int, unit: int) -> list[int]:
 def tensor_parallel_problem(shape: ModelShape, tp: int) -> str | None:
     """Why a model cannot be cut into `tp` parts, or None. Trainer and engine alike keep copies of a key/value head on
     several ranks where there are fewer heads than ranks."""
-    for count, what in ((shape.heads, "attention heads"), (shape.ffn_size, "feed-forward columns")):
+    cut = [(shape.heads, "attention heads")]
+    if not shape.num_experts:
+        cut.append((shape.ffn_size, "feed-forward columns"))
+    for count, what in cut:
         if count % tp:
             return f"the model's {count} {what} cannot be cut into {tp} parts"
     if shape.kv_heads % tp and tp % shape.kv_heads:
         return f"the model's {shape.kv_heads} key/value heads cannot be spread over {tp} parts"
+    return None
+
+
+def expert_parallel_problem(shape: ModelShape, ep: int, etp: int) -> str | None:
+    """Why a model's experts cannot be shared by `ep` ranks that are cut into `etp` parts each, or None."""
+    if not shape.num_experts:
+        return f"{shape.architecture} has no experts" if ep > 1 or etp > 1 else None
+    if shape.num_experts % ep:
+        return f"the model's {shape.num_experts} experts cannot be shared by {ep} ranks"
+    if shape.expert_ffn_size % etp:
+        return f"an expert's {shape.expert_ffn_size} columns cannot be cut into {etp} parts"
     return None
 
 

@@ -30,17 +30,20 @@ class Memory:
         return sum(self.parts.values())
 
 
-def rank_parameters(shape: ModelShape, tp: int, pp: int, first_stage_layers: int | None) -> int:
-    """Parameters on the rank that holds most, of a model cut into `tp` parts and `pp` stages."""
+def rank_parameters(
+    shape: ModelShape, tp: int, pp: int, first_stage_layers: int | None, expert_parts: int = 1
+) -> int:
+    """Parameters on the rank that holds most, of a model cut into `tp` parts and `pp` stages, with a part of
+    `expert_parts` of each layer's experts."""
     one = replace(shape, num_layers=1, tied=True).num_parameters
     embedding = shape.vocab_size * shape.hidden_size
-    layer = one - embedding - shape.hidden_size
+    layer = one - embedding - shape.hidden_size - shape.expert_parameters
     stages = stage_layers(shape.num_layers, pp, first_stage_layers) or [-(-shape.num_layers // pp)] * pp
     sizes = [layers * layer for layers in stages]
     sizes[0] += embedding
     if pp > 1 or not shape.tied:
         sizes[-1] += embedding
-    return -(-max(sizes) // tp)
+    return -(-max(sizes) // tp) + max(stages) * -(-shape.expert_parameters // expert_parts)
 
 
 def memory(config: Config, shapes: Shapes) -> list[Memory]:
@@ -56,7 +59,7 @@ def memory(config: Config, shapes: Shapes) -> list[Memory]:
 
 def _trained(role: str, section: ActorConfig | CriticConfig, shape: ModelShape, config: Config) -> Memory:
     layout = section.layout
-    count = rank_parameters(shape, layout.tp, layout.pp, layout.first_stage_layers)
+    count = rank_parameters(shape, layout.tp, layout.pp, layout.first_stage_layers, layout.ep * layout.etp)
     replicas = max(1, pool_devices(config, role) // (layout.tp * layout.pp * layout.cp))
     # Two moments in float32, and a float32 copy of weights that are not float32 themselves.
     optimizer = count * (8 if section.dtype == "float32" else 12)
@@ -73,7 +76,7 @@ def _trained(role: str, section: ActorConfig | CriticConfig, shape: ModelShape, 
 
 def _frozen(section: ReferenceConfig, shape: ModelShape, config: Config) -> Memory:
     layout = section.layout
-    count = rank_parameters(shape, layout.tp, layout.pp, layout.first_stage_layers)
+    count = rank_parameters(shape, layout.tp, layout.pp, layout.first_stage_layers, layout.ep * layout.etp)
     parts = {
         "weights": count * BYTES[section.dtype],
         "activations of a micro-batch": _activations(section, shape, config, backward=False),
@@ -84,7 +87,7 @@ def _frozen(section: ReferenceConfig, shape: ModelShape, config: Config) -> Memo
 
 def _rollout(config: Config, shape: ModelShape) -> Memory:
     section = config.rollout
-    count = rank_parameters(shape, section.layout.tp, section.layout.pp, None)
+    count = rank_parameters(shape, section.layout.tp, section.layout.pp, None, section.layout.tp)
     parts = {"weights": count * BYTES[section.dtype], "KV cache": section.kv_cache_bytes}
     return Memory("rollout", "generate", parts)
 
@@ -97,7 +100,7 @@ def microbatch_tokens(section: EngineConfig, config: Config) -> int:
 def _activations(section: EngineConfig, shape: ModelShape, config: Config, *, backward: bool) -> int:
     tokens, layout = microbatch_tokens(section, config), section.layout
     # Per token and layer: residuals and norms, queries to attention output, the two widths of the feed-forward part.
-    whole = 6 * shape.hidden_size + (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // layout.tp + 3 * shape.ffn_size // layout.tp
+    whole = 6 * shape.hidden_size + (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // layout.tp + 3 * shape.active_ffn_size // (layout.etp if shape.num_experts else layout.tp)
     layers = -(-shape.num_layers // layout.pp)
     if not backward:
         elements = whole

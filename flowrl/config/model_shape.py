@@ -7,14 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MOE_ARCHITECTURES = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
-"""Families with experts: known to the planner of weight transfers."""
+ARCHITECTURES = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *MOE_ARCHITECTURES,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Architecture facts of a Hugging Face folder. Sizes are elements; `kv_heads` divides `heads`."""
+    """Architecture facts of a Hugging Face folder. Sizes are elements; `kv_heads` divides `heads`.
+
+    A dense model has `num_experts` 0 and `ffn_size` columns in its feed-forward; in a mixture every layer has
+    `num_experts` of `expert_ffn_size` columns, and a token visits `experts_per_token` of them. Their weights are a
+    softmax over the chosen ones (`norm_topk_prob`) or the chosen part of a softmax over all.
+    """
 
     architecture: str
     num_layers: int
@@ -36,7 +42,7 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_ffn_size: int = 0
-    """Experts of every layer, in place of the feed-forward part of `ffn_size`; 0: a dense model."""
+    norm_topk_prob: bool = True
 
     @property
     def num_parameters(self) -> int:
@@ -46,14 +52,25 @@ class ModelShape:
             attention += self.head_dim * (self.heads + 2 * self.kv_heads)
         if self.qk_norm:
             attention += 2 * self.head_dim
-        layer = attention + self._ffn_parameters + 2 * self.hidden_size
+        layer = attention + self.ffn_parameters + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
     @property
-    def _ffn_parameters(self) -> int:
+    def active_ffn_size(self) -> int:
+        """Feed-forward columns that one token passes through in a layer."""
+        return self.experts_per_token * self.expert_ffn_size if self.num_experts else self.ffn_size
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of one layer, without their router."""
+        return self.num_experts * 3 * self.hidden_size * self.expert_ffn_size
+
+    @property
+    def ffn_parameters(self) -> int:
+        """Parameters of one layer's feed-forward: all experts and their router in a mixture."""
         if self.num_experts:
-            return self.num_experts * self.hidden_size * (3 * self.expert_ffn_size + 1)  # one row of the router each
+            return self.expert_parameters + self.num_experts * self.hidden_size
         return 3 * self.hidden_size * self.ffn_size
 
 
@@ -76,8 +93,8 @@ def shape_of(path: str) -> ModelShape:
     return read_model_shape(path)
 
 
-def read_model_shape(folder: str | Path, architectures: tuple[str, ...] = ARCHITECTURES) -> ModelShape:
-    """The shape of the model in `folder`, which must be one of `architectures`.
+def read_model_shape(folder: str | Path) -> ModelShape:
+    """The shape of the model in `folder`.
 
     Errors: `ValueError` naming the folder where there is no readable `config.json`, where the architecture is not
     known (the known ones are listed), or where a setting is one that flowrl would not compute exactly.
@@ -90,8 +107,8 @@ def read_model_shape(folder: str | Path, architectures: tuple[str, ...] = ARCHIT
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
     names = raw.get("architectures") or ["(none)"]
-    if names[0] not in architectures:
-        raise ValueError(f"architecture {names[0]} of {folder} is not known; known: {', '.join(architectures)}")
+    if names[0] not in ARCHITECTURES:
+        raise ValueError(f"architecture {names[0]} of {folder} is not known; known: {', '.join(ARCHITECTURES)}")
     try:
         return _shape(names[0], raw, folder)
     except KeyError as missing:
@@ -116,8 +133,8 @@ def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"{folder}: RoPE scaling {kind!r} is not supported; supported: default, linear, llama3")
     eos = raw.get("eos_token_id")
-    experts = _experts(architecture, raw, folder)
-    window = raw.get("sliding_window") if architecture == "MistralForCausalLM" or raw.get("use_sliding_window") else None
+    windowed = architecture in ("MistralForCausalLM", "MixtralForCausalLM") or raw.get("use_sliding_window")
+    window = raw.get("sliding_window") if windowed else None
     return ModelShape(
         architecture=architecture,
         num_layers=int(raw["num_hidden_layers"]),
@@ -136,21 +153,39 @@ def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         sliding_window=window,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
-        num_experts=experts[0],
-        experts_per_token=experts[1],
-        expert_ffn_size=experts[2],
+        **(_experts(architecture, raw, folder) if architecture in MOE_ARCHITECTURES else {}),
     )
 
 
-def _experts(architecture: str, raw: dict[str, Any], folder: Path) -> tuple[int, int, int]:
-    """(experts, experts of a token, inner size of an expert) of every layer; zeros for a dense model."""
-    if architecture == "MixtralForCausalLM":
-        return int(raw["num_local_experts"]), int(raw["num_experts_per_tok"]), int(raw["intermediate_size"])
-    if architecture != "Qwen3MoeForCausalLM":
-        return 0, 0, 0
-    if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+def _experts(architecture: str, raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The fields of a mixture of experts. Errors: `ValueError` for what would not be computed exactly."""
+    # transformers 5 writes num_local_experts for both families.
+    count = raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]
+    mixtral = architecture == "MixtralForCausalLM"
+    per_token, normalised = int(raw["num_experts_per_tok"]), bool(mixtral or raw.get("norm_topk_prob", False))
+    refused = {
+        "mlp_only_layers": raw.get("mlp_only_layers") or None,
+        "decoder_sparse_step": None if raw.get("decoder_sparse_step", 1) == 1 else raw["decoder_sparse_step"],
+        "shared_expert_intermediate_size": raw.get("shared_expert_intermediate_size") or None,
+        "scoring_func": None if raw.get("scoring_func", "softmax") == "softmax" else raw["scoring_func"],
+        "router_jitter_noise": raw.get("router_jitter_noise") or None,
+    }
+    for key, value in refused.items():
+        if value is not None:
+            raise ValueError(
+                f"{folder}: {key}={value!r} is not supported; supported are mixtures whose every layer routes each token by "
+                "softmax to equal experts, without shared ones and without noise"
+            )
+    if not 0 < per_token <= int(count):
+        raise ValueError(f"{folder}: num_experts_per_tok={per_token} must be 1 to the {count} experts of a layer")
+    if per_token == 1 and normalised:
         raise ValueError(
-            f"{folder}: mlp_only_layers={raw.get('mlp_only_layers')}, decoder_sparse_step={raw.get('decoder_sparse_step')} "
-            f"make some layers dense, which is not supported; supported: experts in every layer"
+            f"{folder}: num_experts_per_tok=1 with normalised weights gives every token weight 1 and the router no "
+            "gradient; it is not supported"
         )
-    return int(raw["num_experts"]), int(raw["num_experts_per_tok"]), int(raw["moe_intermediate_size"])
+    return {
+        "num_experts": int(count),
+        "experts_per_token": per_token,
+        "expert_ffn_size": int(raw["intermediate_size"] if mixtral else raw["moe_intermediate_size"]),
+        "norm_topk_prob": normalised,
+    }

@@ -90,13 +90,15 @@ def _roles(config: Config) -> Iterator[RolePlan]:
         yield _trainer_role("reference", config.reference.layout, config.reference.path, config)
     layout, devices = config.rollout.layout, config.cluster.devices
     parts = layout.tp * layout.pp
-    yield RolePlan("rollout", "main", range(devices), f"tp {layout.tp}, pp {layout.pp}", devices // parts, config.model.path)
+    text = f"tp {layout.tp}, pp {layout.pp}" + (", expert parallel" if config.rollout.expert_parallel else "")
+    yield RolePlan("rollout", "main", range(devices), text, devices // parts, config.model.path)
 
 
 def _trainer_role(role: str, layout: TrainLayout, model: str, config: Config) -> RolePlan:
     devices = pool_devices(config, role)
     pool = "critic" if role == "critic" and config.placement == "split" else "main"
-    text = f"tp {layout.tp}, pp {layout.pp}" + (f", cp {layout.cp}" if layout.cp > 1 else "")
+    extra = [f", {name} {size}" for name, size in (("cp", layout.cp), ("ep", layout.ep), ("etp", layout.etp)) if size > 1]
+    text = f"tp {layout.tp}, pp {layout.pp}" + "".join(extra)
     return RolePlan(role, pool, range(devices), text, devices // (layout.tp * layout.pp * layout.cp), model)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.config.layout import stage_layers, tensor_parallel_problem
+from flowrl.config.layout import expert_parallel_problem, stage_layers, tensor_parallel_problem
 from flowrl.config.machine import Machine
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import AUTO
@@ -104,7 +104,7 @@ def _store(out: dict[str, Any], role: str, layout: Mapping[str, Any]) -> None:
 def _own_layout(given: Mapping[str, Any], shape: ModelShape, devices: int) -> dict[str, Any]:
     """One device: all 1. Two: tp 2 where the model can be cut and nothing else takes the devices. More: tp 1."""
     layout: dict[str, Any] = {"pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1, "first_stage_layers": None, **given}
-    free = layout["pp"] * layout["cp"] == 1
+    free = layout["pp"] * layout["cp"] * layout["ep"] * layout["etp"] == 1
     cuttable = tensor_parallel_problem(shape, 2) is None
     return {"tp": 2 if devices == 2 and free and cuttable else 1, **layout}
 
@@ -114,6 +114,8 @@ def _fits(layout: Mapping[str, Any], shape: ModelShape, devices: int) -> bool:
         devices % (layout["tp"] * layout["pp"] * layout["cp"]) == 0
         and tensor_parallel_problem(shape, layout["tp"]) is None
         and stage_layers(shape.num_layers, layout["pp"], layout["first_stage_layers"]) is not None
+        and devices % (layout["pp"] * layout["ep"] * layout["etp"]) == 0
+        and expert_parallel_problem(shape, layout["ep"], layout["etp"]) is None
     )
 
 

@@ -86,7 +86,7 @@ class RolloutConfig:
     top_k: int = knob(0, "keep the k likeliest tokens; 0 is off", minimum=0)
     stop_token_ids: tuple[int, ...] = knob((), "further ids that end a response, beside those of tokenizer and model")
     layout: RolloutLayout = section(RolloutLayout, "parallel layout of generation")
-    expert_parallel: bool = knob(False, "spread experts over the tensor-parallel ranks (not built yet: refused)")
+    expert_parallel: bool = knob(False, "whole experts spread over the tensor-parallel ranks, instead of a slice of every expert on each")
     dtype: DType = knob(AUTO, "weights of the engine; auto: float32 on cpu, bfloat16 on cuda")
     max_batch_requests: int = knob(AUTO, "requests that an engine runs at once; auto: rows of a step per replica, at most 512", minimum=1)
     kv_cache_bytes: int = knob(AUTO, "KV cache per rank, bytes; auto: what max_batch_requests full sequences need, bounded by memory", minimum=1)
@@ -102,8 +102,8 @@ class TrainLayout:
     vpp: int = knob(AUTO, "virtual pipeline stages per rank (interleaving); auto: 1; more is not built yet: refused", minimum=1)
     first_stage_layers: int | None = knob(AUTO, "layers on the first pipeline stage; null or auto: equal stages", minimum=1)
     cp: int = knob(AUTO, "context-parallel size; auto: 1; more is not built yet: refused", minimum=1)
-    ep: int = knob(AUTO, "expert-parallel size; auto: 1; more is not built yet: refused", minimum=1)
-    etp: int = knob(AUTO, "tensor-parallel size inside experts; auto: 1; more is not built yet: refused", minimum=1)
+    ep: int = knob(AUTO, "ranks of a pipeline stage that share the experts of each layer; auto: 1", minimum=1)
+    etp: int = knob(AUTO, "ranks that each expert is cut over; auto: 1", minimum=1)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which elements of a Hugging Face model each Megatron parameter consists of: one table for every dense family.
+"""Which elements of a Hugging Face model each Megatron parameter consists of: one table for all families.
 
 Pure integers. Loading, export, transfer and fingerprints all read this table, so a layout is described once.
 
@@ -43,13 +43,50 @@ class Piece:
 class Parameter:
     """A Megatron parameter as one tensor-parallel rank holds it.
 
-    `name` numbers layers globally. `shape` is local. `replicated`: every tensor-parallel rank holds the same values.
+    `name` numbers layers and experts globally. `shape` is local. `replicated`: every tensor-parallel rank holds the same values.
     """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     replicated: bool
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """What a rank holds of the experts: share `ep_rank` of `ep` of them, and of each the slice `etp_rank` of `etp`."""
+
+    ep: int = 1
+    ep_rank: int = 0
+    etp: int = 1
+    etp_rank: int = 0
+
+    def experts(self, num_experts: int) -> range:
+        """Global numbers of the experts that this rank holds."""
+        share = num_experts // self.ep
+        return range(self.ep_rank * share, (self.ep_rank + 1) * share)
+
+
+ALL_EXPERTS = ExpertShard()
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names inside a layer of the folder; `{}` is the expert's number."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+def expert_names(shape: ModelShape) -> ExpertNames:
+    """What the family calls its router and the three projections of an expert."""
+    if shape.architecture == "MixtralForCausalLM":
+        expert = "block_sparse_moe.experts.{}."
+        return ExpertNames("block_sparse_moe.gate.weight", *(f"{expert}{w}.weight" for w in ("w1", "w3", "w2")))
+    expert = "mlp.experts.{}."
+    return ExpertNames("mlp.gate.weight", *(f"{expert}{part}_proj.weight" for part in ("gate", "up", "down")))
 
 
 @dataclass(frozen=True)
@@ -101,8 +138,20 @@ def check_tensor_parallel(shape: ModelShape, tp: int) -> None:
     rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     if rows % tp:
         raise ValueError(f"tp={tp} does not divide the {rows} rows of the fused query/key/value projection")
-    if shape.ffn_size % tp:
+    if not shape.num_experts and shape.ffn_size % tp:
         raise ValueError(f"tp={tp} does not divide intermediate_size={shape.ffn_size}")
+
+
+def check_expert_parallel(shape: ModelShape, ep: int, etp: int) -> None:
+    """Errors: `ValueError` with the numbers where the experts cannot be shared by `ep` and cut by `etp` ranks."""
+    if not shape.num_experts:
+        if ep > 1 or etp > 1:
+            raise ValueError(f"ep={ep}, etp={etp}: {shape.architecture} has no experts; use ep=1 and etp=1")
+        return
+    if shape.num_experts % ep:
+        raise ValueError(f"ep={ep} does not divide the model's {shape.num_experts} experts")
+    if shape.expert_ffn_size % etp:
+        raise ValueError(f"etp={etp} does not divide an expert's {shape.expert_ffn_size} columns")
 
 
 def hf_tensors(shape: ModelShape) -> tuple[HFTensor, ...]:
@@ -130,25 +179,52 @@ def _layer_tensors(shape: ModelShape, layer: int) -> Iterator[HFTensor]:
         yield HFTensor(prefix + "self_attn.k_norm.weight", (d,))
     yield HFTensor(prefix + "self_attn.o_proj.weight", (h, shape.heads * d))
     yield HFTensor(prefix + "post_attention_layernorm.weight", (h,))
+    if shape.num_experts:
+        yield router_tensor(shape, layer)
+        for expert in range(shape.num_experts):
+            yield from expert_tensors(shape, layer, expert)
+        return
     yield HFTensor(prefix + "mlp.gate_proj.weight", (f, h))
     yield HFTensor(prefix + "mlp.up_proj.weight", (f, h))
     yield HFTensor(prefix + "mlp.down_proj.weight", (h, f))
 
 
+def router_tensor(shape: ModelShape, layer: int) -> HFTensor:
+    """What scores the experts of a layer."""
+    return HFTensor(f"model.layers.{layer}.{expert_names(shape).router}", (shape.num_experts, shape.hidden_size))
+
+
+def expert_tensors(shape: ModelShape, layer: int, expert: int) -> tuple[HFTensor, HFTensor, HFTensor]:
+    """Gate, up and down of one expert."""
+    h, f, names = shape.hidden_size, shape.expert_ffn_size, expert_names(shape)
+    gate, up, down = (f"model.layers.{layer}.{name.format(expert)}" for name in (names.gate, names.up, names.down))
+    return HFTensor(gate, (f, h)), HFTensor(up, (f, h)), HFTensor(down, (h, f))
+
+
 def stage_parameters(
-    shape: ModelShape, *, tp: int, tp_rank: int, layers: range, first: bool, last: bool, head: bool = True
+    shape: ModelShape,
+    *,
+    tp: int,
+    tp_rank: int,
+    layers: range,
+    first: bool,
+    last: bool,
+    head: bool = True,
+    shard: ExpertShard = ALL_EXPERTS,
 ) -> tuple[Parameter, ...]:
-    """Parameters that rank `tp_rank` of `tp` holds of a pipeline stage with these layers.
+    """Parameters that rank `tp_rank` of `tp` holds of a pipeline stage with these layers, and of its experts `shard`.
 
     `first` and `last` say whether the stage is; `head` is False for models without a language-model head (a critic).
     A tied model's head is the embedding itself on a single stage, and a second copy of it on a separate last stage.
     """
     check_tensor_parallel(shape, tp)
+    check_expert_parallel(shape, shard.ep, shard.etp)
     parameters = []
     if first:
         parameters.append(_vocabulary(shape, "embedding.word_embeddings.weight", EMBEDDING, tp, tp_rank))
     for layer in layers:
         parameters += _layer_parameters(shape, layer, tp, tp_rank)
+        parameters += _feed_forward(shape, layer, tp, tp_rank, shard)
     if last:
         parameters.append(_replicated("decoder.final_layernorm.weight", FINAL_NORM, shape.hidden_size))
         if head and not (shape.tied and first):
@@ -158,7 +234,7 @@ def stage_parameters(
 
 
 def _layer_parameters(shape: ModelShape, layer: int, tp: int, tp_rank: int) -> Iterator[Parameter]:
-    h, d, f = shape.hidden_size, shape.head_dim, shape.ffn_size
+    h, d = shape.hidden_size, shape.head_dim
     hf, mcore = f"model.layers.{layer}.", f"decoder.layers.{layer}."
     attention = mcore + "self_attention."
     yield _replicated(mcore + "input_layernorm.weight", hf + "input_layernorm.weight", h)
@@ -172,8 +248,37 @@ def _layer_parameters(shape: ModelShape, layer: int, tp: int, tp_rank: int) -> I
         yield _replicated(attention + "k_layernorm.weight", hf + "self_attn.k_norm.weight", d)
     yield _columns(attention + "linear_proj.weight", hf + "self_attn.o_proj.weight", h, shape.heads * d, tp, tp_rank)
     yield _replicated(mcore + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight", h)
-    yield _gate_up(mcore + "mlp.linear_fc1.weight", hf + "mlp.{}_proj.weight", f, h, tp, tp_rank)
-    yield _columns(mcore + "mlp.linear_fc2.weight", hf + "mlp.down_proj.weight", h, f, tp, tp_rank)
+
+
+def _feed_forward(shape: ModelShape, layer: int, tp: int, tp_rank: int, shard: ExpertShard) -> Iterator[Parameter]:
+    if shape.num_experts:
+        yield router_parameter(shape, layer)
+        for expert in shard.experts(shape.num_experts):
+            yield from expert_parameters(shape, layer, expert, etp=shard.etp, etp_rank=shard.etp_rank)
+        return
+    h, f, hf, mcore = shape.hidden_size, shape.ffn_size, f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
+    yield _gate_up(mcore + "linear_fc1.weight", hf + "gate_proj.weight", hf + "up_proj.weight", f, h, tp, tp_rank)
+    yield _columns(mcore + "linear_fc2.weight", hf + "down_proj.weight", h, f, tp, tp_rank)
+
+
+def router_parameter(shape: ModelShape, layer: int) -> Parameter:
+    """The router of a layer, whole on every rank of the stage."""
+    tensor = router_tensor(shape, layer)
+    box = tuple((0, size) for size in tensor.shape)
+    piece = Piece(tensor.name, box, box)
+    return Parameter(f"decoder.layers.{layer}.mlp.router.weight", tensor.shape, (piece,), replicated=True)
+
+
+def expert_parameters(
+    shape: ModelShape, layer: int, expert: int, *, etp: int, etp_rank: int
+) -> tuple[Parameter, Parameter]:
+    """The two parameters of one expert, cut over expert tensor-parallel ranks as a dense feed-forward part would be."""
+    gate, up, down = (tensor.name for tensor in expert_tensors(shape, layer, expert))
+    h, f, name = shape.hidden_size, shape.expert_ffn_size, f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
+    return (
+        _gate_up(name + "linear_fc1.weight", gate, up, f, h, etp, etp_rank),
+        _columns(name + "linear_fc2.weight", down, h, f, etp, etp_rank),
+    )
 
 
 def _qkv_runs(shape: ModelShape, template: str) -> list[_Run]:
@@ -201,13 +306,13 @@ def _fused_rows(name: str, runs: Sequence[_Run], tp: int, tp_rank: int, width: i
     return Parameter(name, (rows,) if width is None else (rows, width), tuple(pieces), replicated=False)
 
 
-def _gate_up(name: str, template: str, ffn: int, hidden: int, tp: int, tp_rank: int) -> Parameter:
+def _gate_up(name: str, gate: str, up: str, ffn: int, hidden: int, tp: int, tp_rank: int) -> Parameter:
     """The gate's share above the up-projection's share: not a slice of the two stacked whole."""
     share = ffn // tp
     source = ((tp_rank * share, (tp_rank + 1) * share), (0, hidden))
     pieces = tuple(
-        Piece(template.format(kind), source, ((half * share, (half + 1) * share), (0, hidden)))
-        for half, kind in enumerate(("gate", "up"))
+        Piece(tensor, source, ((half * share, (half + 1) * share), (0, hidden)))
+        for half, tensor in enumerate((gate, up))
     )
     return Parameter(name, (2 * share, hidden), pieces, replicated=False)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from flowrl.config.model_shape import MOE_ARCHITECTURES, ModelShape
 from flowrl.resharding import families, latent
-from flowrl.resharding.experts import attention_shape, expert_tensors, router_tensor
-from flowrl.resharding.families import EMBEDDING, FINAL_NORM, HEAD, Box
+from flowrl.resharding.experts import attention_shape
+from flowrl.resharding.families import EMBEDDING, FINAL_NORM, HEAD, Box, expert_tensors, router_tensor
 from flowrl.resharding.ranks import ParallelSizes
 from flowrl.resharding.regions import whole
 from flowrl.resharding.shapes import LatentShape

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from flowrl.resharding.families import Box, HFTensor
-from flowrl.resharding.regions import Boxes, num_elements
+from flowrl.resharding.regions import num_elements
 
 _VIEWS = frozenset(
     ("view", "_unsafe_view", "view_as", "reshape", "_reshape_alias", "flatten", "unflatten", "as_strided", "expand")
@@ -222,10 +222,3 @@ def check_names(expected: Mapping[str, Sequence[int]], given: Iterable[tuple[str
     found = [f"{len(names)} {kind}: {', '.join(names[:5])}" for kind, names in faults.items() if names]
     if found:
         raise ValueError(f"the trainer's tensors are not the engine's; {'; '.join(found)}")
-
-
-def check_all_used(needed: Sequence[Boxes], tensors: Sequence[HFTensor]) -> None:
-    """Error: `ValueError` listing the tensors that no rank of the engine uses."""
-    unused = [tensor.name for tensor in tensors if not any(tensor.name in boxes for boxes in needed)]
-    if unused:
-        raise ValueError(f"the engine uses none of {len(unused)} tensors of the model: {', '.join(unused[:5])}")

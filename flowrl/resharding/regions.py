@@ -7,7 +7,6 @@ Face tensor, never empty.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from flowrl.resharding.families import Box, box_size
@@ -67,23 +66,9 @@ def slices_in(box: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, outer, strict=True))
 
 
-def cut_rows(box: Box, max_elements: int) -> list[Box]:
-    """`box` in pieces along its first dim of at most `max_elements` elements each; a single row is never cut."""
-    if not box:
-        return [box]
-    (low, high), *rest = box
-    rows = max(1, max_elements * (high - low) // num_elements(box))
-    return [((start, min(start + rows, high)), *rest) for start in range(low, high, rows)]
-
-
-@dataclass(frozen=True)
-class Route:
-    """Elements `box` of Hugging Face tensor `tensor` go from rank `source` to rank `target`; equal: a local copy."""
-
-    tensor: str
-    box: Box
-    source: int
-    target: int
+def same_elements(boxes: Sequence[Box], others: Sequence[Box]) -> bool:
+    """Whether both are the same set of elements, however it is cut."""
+    return not subtract_all(boxes, others) and not subtract_all(others, boxes)
 
 
 def bound_bytes(needed: Boxes, held: Boxes, element_bytes: int) -> int:
@@ -93,75 +78,3 @@ def bound_bytes(needed: Boxes, held: Boxes, element_bytes: int) -> int:
         for tensor, boxes in needed.items()
         for box in subtract_all(disjoint(boxes), held.get(tensor, ()))
     )
-
-
-def _take(rest: list[Box], boxes: Iterable[Box]) -> tuple[list[Box], list[Box]]:
-    """What `boxes` hold of `rest` (disjoint boxes), and what is left."""
-    taken: list[Box] = []
-    for box in boxes:
-        taken += [common for piece in rest if (common := intersect(piece, box)) is not None]
-        rest = subtract_all(rest, [box])
-    return taken, rest
-
-
-def count_once(shapes: Mapping[str, Sequence[int]], held: Sequence[Boxes]) -> list[dict[str, list[Box]]]:
-    """Per rank, boxes it holds such that every element of every tensor belongs to exactly one rank.
-
-    Error: `ValueError` naming the first tensor that the ranks together do not hold.
-    """
-    counted: list[dict[str, list[Box]]] = [{} for _ in held]
-    for tensor, shape in shapes.items():
-        rest = [whole(shape)]
-        for rank, boxes in enumerate(held):
-            taken, rest = _take(rest, boxes.get(tensor, ()))
-            if taken:
-                counted[rank][tensor] = taken
-        if rest:
-            raise ValueError(f"no training rank holds {rest[0]} of {tensor} {list(shape)}")
-    return counted
-
-
-def plan_routes(needed: Sequence[Boxes], held: Sequence[Boxes]) -> list[Route]:
-    """How every rank gets what it needs: from itself where it can, else from a rank that holds it.
-
-    `needed[r]` and `held[r]` belong to rank r. Each element that a rank needs is in exactly one route to it. Sources
-    are tried from the target upwards, cyclically, which spreads the load over replicas. Routes are ordered by tensor
-    (in the order of `needed`), then target.
-
-    Error: `ValueError` naming tensor and rank where nobody holds a needed element.
-    """
-    world = len(needed)
-    routes: list[Route] = []
-    for tensor in dict.fromkeys(tensor for boxes in needed for tensor in boxes):
-        for target in range(world):
-            rest = disjoint(needed[target].get(tensor, ()))
-            for step in range(world):
-                source = (target + step) % world
-                taken, rest = _take(rest, held[source].get(tensor, ()))
-                routes += [Route(tensor, box, source, target) for box in taken]
-            if rest:
-                raise ValueError(f"rank {target} needs {rest[0]} of {tensor}, which no training rank holds")
-    return routes
-
-
-def cut_buckets(routes: Sequence[Route], world: int, element_bytes: int, bucket_bytes: int) -> list[list[Route]]:
-    """The routes, in order, in buckets in which no rank receives or sends more than `bucket_bytes`.
-
-    A larger route is cut by rows; a single row is never cut. Local copies travel nowhere and count nothing.
-    """
-    buckets: list[list[Route]] = [[]]
-    received, sent = [0] * world, [0] * world
-    for route in routes:
-        if route.source == route.target:
-            buckets[-1].append(route)
-            continue
-        for box in cut_rows(route.box, max(1, bucket_bytes // element_bytes)):
-            size = num_elements(box) * element_bytes
-            fullest = max(received[route.target], sent[route.source])
-            if fullest and fullest + size > bucket_bytes:
-                buckets.append([])
-                received, sent = [0] * world, [0] * world
-            received[route.target] += size
-            sent[route.source] += size
-            buckets[-1].append(Route(route.tensor, box, route.source, route.target))
-    return buckets

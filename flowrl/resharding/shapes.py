@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.config.model_shape import ARCHITECTURES, MOE_ARCHITECTURES, ModelShape, read_model_shape
+from flowrl.config.model_shape import ModelShape, read_model_shape
 
 
 @dataclass(frozen=True)
@@ -87,4 +87,4 @@ def planned_shape(model: str) -> ModelShape:
         return SHAPES[model]
     if not Path(model).expanduser().is_dir():
         raise ValueError(f"model={model} is neither a folder nor a named shape; named are: {', '.join(SHAPES)}")
-    return read_model_shape(model, ARCHITECTURES + MOE_ARCHITECTURES)
+    return read_model_shape(model)

@@ -11,6 +11,8 @@ from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import KL, ActorConfig, LossKL
 from flowrl.protocol import DataProto, Metric, Ragged
 from flowrl.resharding.families import HFTensor
+from flowrl.resharding.layouts import common_places, train_sizes
+from flowrl.resharding.ranks import ParallelSizes, RankPlace
 from flowrl.single_controller.dispatch import MeshPosition, broadcast, split_over
 from flowrl.single_controller.worker import Worker, register
 from flowrl.workers.engine import Engine
@@ -51,13 +53,18 @@ class ActorWorker(Worker):
         num_tokenizer_ids: int,
         total_optimizer_steps: int,
         seed: int,
+        beside: ParallelSizes | None = None,
     ) -> None:
         """Read the model. `num_tokenizer_ids`: ids from there on are never sampled and have no probability here.
+
+        `beside`: sizes of the engines on the same ranks; their order of ranks becomes this role's.
 
         Errors: `ValueError` where layout, world and model do not fit, or the folder does not fit the shape.
         """
         self._config = config
         self._loss = default_loss(config, kl)
+        self._sizes = train_sizes(config.layout)
+        places = None if beside is None else common_places(shape, self.world_size, self._sizes, beside)
         head = PolicyHead(min(num_tokenizer_ids, shape.vocab_size), temperature)
         self._engine = Engine(
             model_path,
@@ -68,6 +75,7 @@ class ActorWorker(Worker):
             seed=seed,
             optim=config.optim,
             total_steps=total_optimizer_steps,
+            places=places,
         )
 
     def meshes(self) -> dict[str, MeshPosition]:
@@ -120,6 +128,13 @@ class ActorWorker(Worker):
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder: complete or absent."""
         export_folder(self._engine, folder, BUCKET_BYTES)
+
+    def sizes(self) -> ParallelSizes:
+        return self._sizes
+
+    def places(self) -> tuple[RankPlace, ...]:
+        """The place of every rank in training."""
+        return self._engine.places
 
     def hf_tensors(self) -> tuple[HFTensor, ...]:
         """All tensors of the model, in the order of `gather_layers`."""

@@ -5,7 +5,7 @@ Actor, critic and reference differ in their head and their loss only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,15 +26,17 @@ from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import EngineConfig, OptimConfig
 from flowrl.protocol import DataProto
 from flowrl.resharding.families import HEAD, HFTensor
+from flowrl.resharding.layouts import train_places, train_sizes
+from flowrl.resharding.ranks import RankPlace
 from flowrl.single_controller.dispatch import MeshPosition
 from flowrl.workers import cuda_on_cpu
-from flowrl.workers.groups import coordinates, data_parallel_size, process_groups
+from flowrl.workers.groups import process_groups
 from flowrl.workers.heads import CriticHead, PolicyHead, ValueHead
 from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.microbatch import MicroBatch, TokenColumns, fill, make_microbatch, plan_microbatches, token_rows
 from flowrl.workers.model import DTYPES, build_model, transformer_config
 from flowrl.workers.optimizer import Optimizer, StepResult
-from flowrl.workers.weights import ModelWeights, global_name
+from flowrl.workers.weights import ModelWeights, expert_shard, global_name
 
 TokenLoss = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(head outputs [k, T], columns [T] by name) -> (loss [T], per-token quantities [T] to report)."""
@@ -78,8 +80,11 @@ class Engine:
         seed: int,
         optim: OptimConfig | None = None,
         total_steps: int = 0,
+        places: Sequence[RankPlace] | None = None,
     ) -> None:
         """Build the model and read its weights. Collective. Without `optim` the model is frozen.
+
+        `places`: those of all ranks in the layout; None for the order of `train_places`.
 
         Errors: `ValueError` where the layout does not fit the model or the world, or the folder does not fit the shape.
         """
@@ -89,13 +94,16 @@ class Engine:
         self._head = head
         layout = config.layout
         world_size = dist.get_world_size()
-        self.at = coordinates(dist.get_rank(), world_size, layout)
-        self.dp_size = data_parallel_size(world_size, layout)
+        self.places = tuple(places or train_places(world_size, train_sizes(layout)))
+        at = self.places[dist.get_rank()].train
+        assert at is not None, "every rank of the pool trains"
+        self.at = at
+        self.dp_size = world_size // (layout.tp * layout.cp * layout.pp)
         self.is_last = self.at.pp == layout.pp - 1
         self.folder = HFFolder(folder)
         self.folder.check(shape, head=head.is_language_model)
         with cuda_on_cpu.active():
-            self.groups = process_groups(layout)
+            self.groups = process_groups(self.places)
             self._build(seed)
             self.weights.load(self.folder)
             self._load_value_head()
@@ -108,20 +116,26 @@ class Engine:
 
     def _build(self, seed: int) -> None:
         self._settings = transformer_config(self._shape, self._config)
+        # Sequence parallelism cuts the positions evenly.
+        self._width_multiple = self._config.layout.tp if self._settings.sequence_parallel else 1
         self._gpt = build_model(self._shape, self._settings, self.groups, head=self._head.is_language_model, seed=seed)
         self.head = None
         if self.is_last:
             self.head = self._gpt.output_layer = self._head.build(self._gpt, self.groups)
         self._gpt.to(device=self._device, dtype=DTYPES[self._config.dtype])
-        first_layer = self._gpt.decoder.layers[0].layer_number - 1
         parameters = {
-            global_name(name, first_layer): parameter
+            self._global_name(name): parameter
             for name, parameter in self._gpt.named_parameters()
             if self._head.is_language_model or not name.startswith("output_layer.")
         }
         self.weights = ModelWeights(
-            self._shape, self._config.layout, self.at, self.groups.mp, parameters, head=self._head.is_language_model
+            self._shape, self._config.layout, self.places, parameters, head=self._head.is_language_model
         )
+
+    def _global_name(self, name: str) -> str:
+        first_layer = self._gpt.decoder.layers[0].layer_number - 1
+        experts = expert_shard(self._config.layout, self.at).experts(self._shape.num_experts)
+        return global_name(name, first_layer, experts.start)
 
     @torch.no_grad()
     def _load_value_head(self) -> None:
@@ -235,7 +249,10 @@ class Engine:
         plan = [[answered[i] for i in part] for part in plan_microbatches([lengths[row] for row in answered], budget)]
         count = torch.tensor(len(plan), device=self._device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.dp)
-        return [make_microbatch(part, prompts, responses, self._device) for part in fill(plan, int(count))]
+        return [
+            make_microbatch(part, prompts, responses, self._device, multiple=self._width_multiple)
+            for part in fill(plan, int(count))
+        ]
 
     def _run(self, microbatches: list[MicroBatch], consume: Consumer | None) -> list[Any]:
         """Megatron-core's schedule over the micro-batches; what the last stage collected, in order.

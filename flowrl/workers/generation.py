@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import RolloutConfig, RolloutLayout
-from flowrl.resharding.families import check_tensor_parallel
+from flowrl.resharding.families import check_expert_parallel, check_tensor_parallel
+from flowrl.resharding.ranks import RankPlace, grid, groups
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
@@ -22,36 +23,25 @@ class EngineGroups:
     pp_groups: list[list[int]]
 
 
-def num_replicas(world_size: int, layout: RolloutLayout) -> int:
-    """Engines in the pool. Error: `ValueError` with the layout equation where the ranks do not divide."""
-    size = layout.tp * layout.pp
-    if world_size % size:
-        raise ValueError(
-            f"{world_size} ranks cannot hold engines of rollout.layout tp={layout.tp} x pp={layout.pp} = {size} ranks; "
-            f"use a multiple of {size} devices"
-        )
-    return world_size // size
+def engine_ranks(places: Sequence[RankPlace]) -> list[list[int]]:
+    """Ranks of each engine of the pool, ascending, by replica."""
+    return [sorted(engine.ravel().tolist()) for engine in grid(places, "rollout")]
 
 
-def engine_ranks(world_size: int, layout: RolloutLayout) -> list[list[int]]:
-    """Ranks of each engine: consecutive, tensor parallel fastest, then pipeline stage."""
-    size = layout.tp * layout.pp
-    return [list(range(first, first + size)) for first in range(0, num_replicas(world_size, layout) * size, size)]
-
-
-def engine_groups(world_size: int, layout: RolloutLayout) -> EngineGroups:
+def engine_groups(places: Sequence[RankPlace]) -> EngineGroups:
     """The groups of all engines of the pool."""
-    engines = engine_ranks(world_size, layout)
-    return EngineGroups(
-        tp_groups=[ranks[start : start + layout.tp] for ranks in engines for start in range(0, len(ranks), layout.tp)],
-        pp_groups=[ranks[column :: layout.tp] for ranks in engines for column in range(layout.tp)],
-    )
+    tp_groups, pp_groups = (groups(places, "rollout", axis) for axis in ("tp", "pp"))
+    return EngineGroups([list(ranks) for ranks in tp_groups], [list(ranks) for ranks in pp_groups])
 
 
-def check_layout(shape: ModelShape, layout: RolloutLayout) -> None:
+def check_layout(shape: ModelShape, layout: RolloutLayout, *, expert_parallel: bool = False) -> None:
     """Errors: `ValueError` with the numbers where the model cannot be cut this way."""
     try:
         check_tensor_parallel(shape, layout.tp)
+        if expert_parallel:
+            check_expert_parallel(shape, ep=layout.tp, etp=1)
+        elif shape.num_experts:
+            check_expert_parallel(shape, ep=1, etp=layout.tp)
     except ValueError as error:
         raise ValueError(f"rollout.layout: {error}") from None
     if layout.pp > shape.num_layers:

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 from megatron.core.models.gpt import GPTModel  # type: ignore[import-untyped]
 from megatron.core.process_groups_config import ProcessGroupCollection  # type: ignore[import-untyped]
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region  # type: ignore[import-untyped]
+from megatron.core.tensor_parallel.mappings import (  # type: ignore[import-untyped]
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 
 from flowrl.workers.vocabulary import token_outputs
 
@@ -26,9 +29,24 @@ class Selection:
 
 
 class _Head(torch.nn.Module):
-    def __init__(self) -> None:
+    """`sequence_parallel`: hidden states come cut along the sequence over the ranks of `group`."""
+
+    def __init__(self, groups: ProcessGroupCollection, sequence_parallel: bool) -> None:
         super().__init__()
+        self.group = groups.tp
+        self.sequence_parallel = sequence_parallel
         self.selection: Selection | None = None
+
+    def whole(self, hidden: torch.Tensor, *, partial_gradients: bool) -> torch.Tensor:
+        """hidden: [s or s / tp, b, h] -> [s, b, h]. With `partial_gradients` each rank's gradient is a part of a sum
+        over the ranks; otherwise all have the same one."""
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(  # type: ignore[no-any-return]
+                hidden, tensor_parallel_output_grad=partial_gradients, group=self.group
+            )
+        if partial_gradients:
+            return copy_to_tensor_model_parallel_region(hidden, group=self.group)  # type: ignore[no-any-return]
+        return hidden
 
     def select(self, selection: Selection) -> None:
         """Choose the tokens of the next forward pass."""
@@ -50,23 +68,28 @@ class LogProbHead(_Head):
     """
 
     def __init__(
-        self, weight: torch.nn.Parameter | None, groups: ProcessGroupCollection, num_valid: int, temperature: float
+        self,
+        weight: torch.nn.Parameter | None,
+        groups: ProcessGroupCollection,
+        num_valid: int,
+        temperature: float,
+        *,
+        sequence_parallel: bool,
     ) -> None:
-        super().__init__()
+        super().__init__(groups, sequence_parallel)
         self.weight = weight
-        self.group = groups.tp
         self.num_valid = num_valid
         self.temperature = temperature
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """hidden: [s, b, h] -> ([T, 2] float32: log-prob, entropy; None)."""
+        """hidden: [s or s / tp, b, h] -> ([T, 2] float32: log-prob, entropy; None)."""
         weight = self.weight if weight is None else weight
         assert weight is not None, "the tied weight comes with the call"
-        chosen, selection = self.chosen(hidden)
+        chosen, selection = self.chosen(self.whole(hidden, partial_gradients=True))
         outputs = token_outputs(
-            copy_to_tensor_model_parallel_region(chosen, group=self.group),
+            chosen,
             weight,
             selection.targets,
             first_id=self.group.rank() * weight.shape[0],
@@ -83,15 +106,16 @@ class ValueHead(_Head):
     It starts at zero, so a new critic says 0 everywhere, in every layout.
     """
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+    def __init__(self, like: torch.Tensor, groups: ProcessGroupCollection, *, sequence_parallel: bool) -> None:
+        """`like`: an output weight [V, h], whose width, type and device the new one takes."""
+        super().__init__(groups, sequence_parallel)
+        self.weight = torch.nn.Parameter(like.new_zeros(1, like.shape[1]))
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """hidden: [s, b, h] -> ([T, 1] float32, None)."""
-        chosen, _ = self.chosen(hidden)
+        """hidden: [s or s / tp, b, h] -> ([T, 1] float32, None)."""
+        chosen, _ = self.chosen(self.whole(hidden, partial_gradients=False))
         return (chosen @ self.weight.t()).float(), None
 
 
@@ -105,7 +129,13 @@ class PolicyHead:
 
     def build(self, model: GPTModel, groups: ProcessGroupCollection) -> LogProbHead:
         """The head over the model's own output weight, or over the embedding's where there is none."""
-        return LogProbHead(model.output_layer.weight, groups, self.num_valid, self.temperature)
+        return LogProbHead(
+            model.output_layer.weight,
+            groups,
+            self.num_valid,
+            self.temperature,
+            sequence_parallel=model.config.sequence_parallel,
+        )
 
 
 @dataclass(frozen=True)
@@ -116,5 +146,5 @@ class CriticHead:
 
     def build(self, model: GPTModel, groups: ProcessGroupCollection) -> ValueHead:
         """A new head at zero."""
-        weight = model.output_layer.weight
-        return ValueHead(model.config.hidden_size, weight.dtype, weight.device)
+        weight = model.output_layer.weight.detach()
+        return ValueHead(weight, groups, sequence_parallel=model.config.sequence_parallel)

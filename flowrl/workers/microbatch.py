@@ -56,13 +56,18 @@ class MicroBatch:
 
 
 def make_microbatch(
-    rows: list[int], prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], device: torch.device
+    rows: list[int],
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    device: torch.device,
+    multiple: int = 1,
 ) -> MicroBatch:
-    """Pad the given rows. No rows at all make one row of one token without response: work of weight zero, which a
+    """Pad the given rows to the longest, and that to a `multiple`. No rows at all make one row of one token without response: work of weight zero, which a
     replica without rows does so that collectives meet."""
     pairs = [(prompts[row], responses[row]) for row in rows] or [(torch.zeros(1, dtype=torch.int64), torch.empty(0))]
     lengths = torch.tensor([len(response) for _, response in pairs], dtype=torch.int64)
-    width = max(len(prompt) + len(response) for prompt, response in pairs)
+    longest = max(len(prompt) + len(response) for prompt, response in pairs)
+    width = -(-longest // multiple) * multiple
     token_ids = torch.zeros(len(pairs), width, dtype=torch.int64)
     for row, (prompt, response) in enumerate(pairs):
         token_ids[row, : len(prompt)] = prompt

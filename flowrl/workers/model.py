@@ -20,9 +20,10 @@ from megatron.core.tensor_parallel import (  # type: ignore[import-untyped]
 from megatron.core.transformer.transformer_config import TransformerConfig  # type: ignore[import-untyped]
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.config.schema import EngineConfig
-from flowrl.resharding.families import padded_vocab_size
+from flowrl.config.schema import EngineConfig, TrainLayout
+from flowrl.resharding.families import check_expert_parallel, padded_vocab_size
 from flowrl.workers.attention import CausalAttention, GroupedSelfAttention
+from flowrl.workers.megatron_private import cure
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -30,6 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def transformer_config(shape: ModelShape, config: EngineConfig) -> TransformerConfig:
     """Megatron-core's settings. Dropout is off whatever the model's config says: log-probs must repeat exactly."""
     layout, dtype = config.layout, DTYPES[config.dtype]
+    check_expert_parallel(shape, layout.ep, layout.etp)
     recompute: dict[str, Any] = {}
     if config.recompute:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -73,7 +75,25 @@ def transformer_config(shape: ModelShape, config: EngineConfig) -> TransformerCo
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=torch.cuda.is_available(),
         **recompute,
+        **(_mixture(shape, layout) if shape.num_experts else {}),
     )
+
+
+def _mixture(shape: ModelShape, layout: TrainLayout) -> dict[str, Any]:
+    """Settings of a mixture of experts: routing as the families define it, and no loss but the role's own."""
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.expert_ffn_size,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_score_function": "softmax",
+        # Softmax over the chosen experts is softmax over all, chosen and normalised.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # Megatron-core trains experts beside tensor parallelism in this form only.
+        "sequence_parallel": layout.tp > 1,
+    }
 
 
 def build_model(
@@ -90,7 +110,13 @@ def build_model(
     model_parallel_cuda_manual_seed(
         seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank(), force_reset_rng=True
     )
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    cure()
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.num_experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+    )
     spec.submodules.self_attention.module = GroupedSelfAttention
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
     scaling = shape.rope_scaling or {}
@@ -117,12 +143,15 @@ def build_model(
 
 def _mark_split_weights(model: GPTModel) -> None:
     """Tell Megatron-core which weights are shards. It does so itself only where it draws initial values, and takes
-    unmarked ones for copies, which gradient norms count once."""
+    unmarked ones for copies, which gradient norms count once. Experts have replicas of their own, also where ep is 1
+    and Megatron-core would sum their gradients over those of the other weights."""
     split_dims = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
     for module in model.modules():
         dim = split_dims.get(type(module))
         if dim is not None and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.is_expert:
+                module.weight.allreduce = False
 
 
 def llama3_frequencies(frequencies: torch.Tensor, scaling: dict[str, Any], max_positions: int) -> torch.Tensor:

@@ -15,6 +15,8 @@ from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import RolloutConfig
 from flowrl.protocol import DataProto, Metric, Ragged
 from flowrl.resharding.families import HFTensor, hf_tensors
+from flowrl.resharding.layouts import Layouts, common_places, rollout_places, rollout_sizes
+from flowrl.resharding.ranks import ParallelSizes, RankPlace
 from flowrl.resharding.recorder import check_names, record
 from flowrl.resharding.transfer import Held, MoveReport, Transfer
 from flowrl.single_controller import MeshPosition, Worker, broadcast, rank_zero, register, split_over
@@ -33,16 +35,23 @@ log = logging.getLogger("flowrl.rollout")
 
 
 class WeightSource(Protocol):
-    """A role in this process whose weights the engine can take: its tensors in the folder's terms, and its own boxes."""
+    """A role in this process whose weights the engine can take: its tensors in the folder's terms, its own boxes, and the
+    layout that it trains in."""
 
     def hf_tensors(self) -> Sequence[HFTensor]: ...
 
     def held_regions(self) -> Sequence[Held]: ...
 
+    def sizes(self) -> ParallelSizes: ...
+
+    def places(self) -> Sequence[RankPlace]: ...
+
 
 class RolloutWorker(Worker):
-    """Generates responses; `config.layout.tp * pp` consecutive ranks are one engine, and engines are replicas.
+    """Generates responses; `config.layout.tp * pp` ranks are one engine, and engines are replicas.
 
+    Engines are consecutive ranks, unless a trainer of sizes `beside` is on the same ranks: then both share an order in
+    which the fewest bytes move.
     The engine starts with the weights of `model_path`, which have version 0; each `receive_weights` adds 1.
     `num_tokenizer_ids`: ids at or over it are never sampled. `stop_token_ids`: end a response, beside
     `config.stop_token_ids`. `seed`: for what vLLM draws outside of requests; every request has its own seed.
@@ -61,12 +70,18 @@ class RolloutWorker(Worker):
         stop_token_ids: Sequence[int],
         max_prompt_tokens: int,
         seed: int,
+        beside: ParallelSizes | None = None,
     ) -> None:
         self._shape = shape
         self._config = config
         self._max_prompt_tokens = max_prompt_tokens
         self._sampling = resolve_sampling(config, stop_token_ids, num_tokenizer_ids)
-        engines = engine_ranks(self.world_size, config.layout)
+        check_layout(shape, config.layout, expert_parallel=config.expert_parallel)
+        self._sizes = rollout_sizes(config)
+        self._places = rollout_places(self.world_size, self._sizes)
+        if beside is not None:
+            self._places = common_places(shape, self.world_size, beside, self._sizes)
+        engines = engine_ranks(self._places)
         self._replica, self._ranks = next((n, ranks) for n, ranks in enumerate(engines) if self.rank in ranks)
         self._engine = self._start(model_path, seed)
         if num_tokenizer_ids < shape.vocab_size:
@@ -82,7 +97,6 @@ class RolloutWorker(Worker):
 
     def _start(self, model_path: str, seed: int) -> vllm_private.Engine:
         config, device = self._config, self.device.type
-        check_layout(self._shape, config.layout)
         tokens = self._max_prompt_tokens + config.max_response_tokens
         if tokens > self._shape.max_positions:
             raise ValueError(
@@ -93,7 +107,7 @@ class RolloutWorker(Worker):
         cache = kv_cache(
             self._shape, config, device=device, max_prompt_tokens=self._max_prompt_tokens, memory_bytes=memory_bytes
         )
-        groups = engine_groups(self.world_size, config.layout)
+        groups = engine_groups(self._places)
         run_name = f"{self.run_name}-{self.pool_name}"
         vllm_private.install_groups(groups.tp_groups, groups.pp_groups, run_name=run_name, device=self.device)
         return vllm_private.Engine(
@@ -103,6 +117,7 @@ class RolloutWorker(Worker):
                 dtype=config.dtype,
                 tp=config.layout.tp,
                 pp=config.layout.pp,
+                expert_parallel=config.expert_parallel,
                 max_model_tokens=tokens,
                 max_batch_requests=config.max_batch_requests,
                 block_tokens=cache.block_tokens,
@@ -200,7 +215,8 @@ class RolloutWorker(Worker):
             tensors = actor.hf_tensors()
             expected = {tensor.name: tensor.shape for tensor in self._tensors}
             check_names(expected, [(tensor.name, tensor.shape) for tensor in tensors])
-            self._transfer = Transfer(self._recording, self._parameters, self._tensors, actor.held_regions())
+            layouts = Layouts.join(actor.sizes(), actor.places(), self._sizes, self._places)
+            self._transfer = Transfer(self._recording, self._parameters, self._shape, layouts, actor.held_regions())
             self._source = actor
         return self._transfer
 
@@ -209,6 +225,7 @@ class RolloutWorker(Worker):
             "reshard/received_bytes_max": float(report.received_bytes),
             "reshard/bound_bytes_max": float(report.bound_bytes),
             "reshard/peak_extra_bytes_max": float(max(report.peak_extra_bytes, extra_bytes)),
+            "reshard/num_collectives_max": float(report.num_collectives),
             "reshard/move_seconds": report.seconds,
         } | seconds
         largest = torch.tensor(list(figures.values()), dtype=torch.float64, device=self.device)

@@ -21,6 +21,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from flowrl.workers.mixture import mixture
+
 READ_IN = ("0.26.0", "0.32.0")
 
 PRIVATE_NAMES = (
@@ -32,6 +34,7 @@ PRIVATE_NAMES = (
     "vllm.distributed.parallel_state:_DP",
     "vllm.distributed.parallel_state:_DCP",
     "vllm.distributed.parallel_state:_PCP",
+    "vllm.distributed.parallel_state:_EP",
     "vllm.distributed.parallel_state:init_world_group",
     "vllm.distributed.parallel_state:init_model_parallel_group",
     "vllm.v1.engine.core:cleanup_dist_env_and_memory",
@@ -43,6 +46,12 @@ PRIVATE_NAMES = (
     "vllm.entrypoints.llm:LLM.collective_rpc",
     "vllm.entrypoints.llm:LLM.reset_prefix_cache",
     "torch.distributed.distributed_c10d:_set_pg_timeout",
+)
+
+CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+CPU_NAMES = (
+    f"{CPU_EXPERTS}:CPUUnquantizedExperts.apply",
+    f"{CPU_EXPERTS}:CPUUnquantizedExperts.process_weights_after_loading",
 )
 
 
@@ -58,19 +67,24 @@ def _find(name: str) -> bool:
 
 
 def missing_names() -> list[str]:
-    """Those of `PRIVATE_NAMES` that the installed vLLM does not have."""
-    return [name for name in PRIVATE_NAMES if not _find(name)]
+    """Those of `PRIVATE_NAMES`, and of a CPU build's own, that the installed vLLM does not have."""
+    names = PRIVATE_NAMES if torch.cuda.is_available() else (*PRIVATE_NAMES, *CPU_NAMES)
+    return [name for name in names if not _find(name)]
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What one engine is made of. `tp * pp` ranks share one engine; sizes are tokens unless they say bytes."""
+    """What one engine is made of. `tp * pp` ranks share one engine; sizes are tokens unless they say bytes.
+
+    `expert_parallel`: tensor-parallel ranks hold whole experts, each its share, instead of a slice of every expert.
+    """
 
     model_path: str
     device: str
     dtype: str
     tp: int
     pp: int
+    expert_parallel: bool
     max_model_tokens: int
     max_batch_requests: int
     block_tokens: int
@@ -100,6 +114,29 @@ def _plain_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
+def _keep_as_loaded(self: Any, layer: torch.nn.Module) -> None:
+    """vLLM would repack expert weights in place, and read whatever is written later in the wrong layout."""
+
+
+def _plain_experts(
+    self: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """In place of a kernel that needs repacked weights and knows nothing of experts on other ranks."""
+    assert activation.value == "silu", f"experts with activation {activation.value} are not known"
+    output.copy_(mixture(hidden_states, w1, w2, topk_weights, topk_ids, expert_map))
+
+
 def _tame() -> None:
     """Replace the functions of vLLM that would act on the whole process or hide the weights. Idempotent."""
     logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -107,6 +144,9 @@ def _tame() -> None:
         loaded = importlib.import_module(f"vllm.model_executor.{module}")
         if "dispatch_cpu_unquantized_gemm" in vars(loaded):
             vars(loaded)["dispatch_cpu_unquantized_gemm"] = _plain_linear
+    if not torch.cuda.is_available():
+        experts = importlib.import_module(CPU_EXPERTS).CPUUnquantizedExperts
+        experts.process_weights_after_loading, experts.apply = _keep_as_loaded, _plain_experts
     core = vars(importlib.import_module("vllm.v1.engine.core"))
     # Without this, dropping an engine destroys the default process group, which the trainer uses too.
     core["cleanup_dist_env_and_memory"] = lambda *args, **kwargs: None
@@ -120,7 +160,7 @@ class _Groups:
 
     def __init__(self) -> None:
         self.default_group: Any = None
-        self.by_layout: dict[tuple[int, int], dict[str, Any]] = {}
+        self.by_layout: dict[str, dict[str, Any]] = {}
 
 
 _groups = _Groups()
@@ -141,6 +181,8 @@ def _make_groups(tp_groups: list[list[int]], pp_groups: list[list[int]], local_r
     groups = {"_WORLD": world, "_NODE_COUNT": state._node_count(world.cpu_group), "_TP": make(tp_groups, "tp")}
     groups |= {"_PP": make(pp_groups, "pp"), "_DP": make(alone, "dp")}
     groups |= {"_DCP": make(alone, "dcp"), "_PCP": make(alone, "pcp")}
+    # Experts are spread over tensor-parallel ranks; layers with experts ask for the group in any case.
+    groups["_EP"] = make(tp_groups, "ep")
     if "_ETP" in vars(state):  # from 0.32 on
         groups["_ETP"] = groups["_TP"]
     return groups
@@ -162,7 +204,7 @@ def install_groups(
     os.environ["VLLM_DIST_IDENT"] = f"{run_name}-r{rank}"
     if _groups.default_group is not dist.group.WORLD:
         _groups.default_group, _groups.by_layout = dist.group.WORLD, {}
-    layout = (len(tp_groups[0]), len(pp_groups[0]))
+    layout = f"{tp_groups} {pp_groups}"
     if layout not in _groups.by_layout:
         _groups.by_layout[layout] = _make_groups(tp_groups, pp_groups, local_rank)
     groups = _groups.by_layout[layout]
@@ -170,7 +212,7 @@ def install_groups(
     default = dist.group.WORLD
     assert default is not None
     timeout = default._get_backend(device).options._timeout
-    for coordinator in (groups[name] for name in ("_WORLD", "_TP", "_PP", "_DP", "_DCP", "_PCP")):
+    for coordinator in (groups[name] for name in ("_WORLD", "_TP", "_PP", "_DP", "_DCP", "_PCP", "_EP")):
         for group in {coordinator.cpu_group, coordinator.device_group}:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -249,6 +291,7 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         "dtype": spec.dtype,
         "tensor_parallel_size": spec.tp,
         "pipeline_parallel_size": spec.pp,
+        "enable_expert_parallel": spec.expert_parallel,
         "distributed_executor_backend": "external_launcher",
         "max_model_len": spec.max_model_tokens,
         "max_num_seqs": spec.max_batch_requests,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from flowrl.resharding.families import (
     EMBEDDING,
     HEAD,
     Box,
+    ExpertShard,
     HFTensor,
     Parameter,
     Piece,
@@ -22,10 +23,11 @@ from flowrl.resharding.families import (
     stage_layers,
     stage_parameters,
 )
-from flowrl.workers.groups import Coordinates, rank_grid
+from flowrl.resharding.ranks import RankPlace, TrainPlace
 from flowrl.workers.hf_weights import HFFolder
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,22 @@ class HeldRegion:
 
 @dataclass(frozen=True)
 class _Source:
-    """A piece of a Hugging Face tensor and the (pipeline, tensor-parallel) place that provides it."""
+    """A piece of a Hugging Face tensor and the rank that provides it."""
 
-    pp: int
-    tp: int
+    rank: int
     parameter: str
     piece: Piece
 
 
-def global_name(local: str, first_layer: int) -> str:
-    """Parameter name with the layer numbered over the whole model."""
-    return LAYER.sub(lambda match: f"decoder.layers.{first_layer + int(match[1])}.", local)
+def global_name(local: str, first_layer: int, first_expert: int) -> str:
+    """Parameter name with layer and expert numbered over the whole model."""
+    name = LAYER.sub(lambda match: f"decoder.layers.{first_layer + int(match[1])}.", local)
+    return EXPERT.sub(lambda match: f".local_experts.{first_expert + int(match[1])}.", name)
+
+
+def expert_shard(layout: TrainLayout, at: TrainPlace) -> ExpertShard:
+    """What the rank at this place holds of the experts."""
+    return ExpertShard(ep=layout.ep, ep_rank=at.ep, etp=layout.etp, etp_rank=at.etp)
 
 
 def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -61,7 +68,7 @@ def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 class ModelWeights:
     """Weights of a model on this rank.
 
-    `parameters` are the local Megatron parameters by global name; `at` is this rank's place in `layout`.
+    `parameters` are the local Megatron parameters by global name; `places` are those of all ranks in `layout`.
     Errors: `ValueError` where Megatron's parameters and the family table disagree in a name or a shape.
     """
 
@@ -69,35 +76,34 @@ class ModelWeights:
         self,
         shape: ModelShape,
         layout: TrainLayout,
-        at: Coordinates,
-        model_parallel: dist.ProcessGroup,
+        places: Sequence[RankPlace],
         parameters: Mapping[str, torch.nn.Parameter],
         *,
         head: bool,
     ) -> None:
         self.shape = shape
         self.layout = layout
-        self.at = at
-        self._group = model_parallel
         self._parameters = dict(parameters)
         self._head = head
-        self._table = self._stage(at.pp, at.tp)
+        self._places = [place.train for place in places if place.train is not None]
+        self._table = self._stage(self._places[dist.get_rank()])
         expected = {parameter.name: parameter.shape for parameter in self._table}
         actual = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         if expected != actual:
             different = sorted(set(expected.items()) ^ set(actual.items()))
             raise ValueError(f"the family table and Megatron-core disagree about {different[:6]}")
 
-    def _stage(self, pp: int, tp: int) -> tuple[Parameter, ...]:
-        layers = stage_layers(self.shape.num_layers, self.layout.pp, self.layout.first_stage_layers)[pp]
+    def _stage(self, at: TrainPlace) -> tuple[Parameter, ...]:
+        layers = stage_layers(self.shape.num_layers, self.layout.pp, self.layout.first_stage_layers)[at.pp]
         return stage_parameters(
             self.shape,
             tp=self.layout.tp,
-            tp_rank=tp,
+            tp_rank=at.tp,
             layers=layers,
-            first=pp == 0,
-            last=pp == self.layout.pp - 1,
+            first=at.pp == 0,
+            last=at.pp == self.layout.pp - 1,
             head=self._head,
+            shard=expert_shard(self.layout, at),
         )
 
     @torch.no_grad()
@@ -120,16 +126,19 @@ class ModelWeights:
         ]
 
     def _sources(self) -> dict[str, list[_Source]]:
-        """For each Hugging Face tensor, pieces that cover it exactly once over one replica of the model."""
+        """For each Hugging Face tensor, pieces that cover it exactly once: each from the first rank that holds it."""
         sources: dict[str, list[_Source]] = {}
-        for pp in range(self.layout.pp):
-            for tp in range(self.layout.tp):
-                for parameter in self._stage(pp, tp):
-                    second_copy = self.shape.tied and parameter.name == "output_layer.weight"
-                    if second_copy or (parameter.replicated and tp > 0):
-                        continue
-                    for piece in parameter.pieces:
-                        sources.setdefault(piece.tensor, []).append(_Source(pp, tp, parameter.name, piece))
+        found: set[tuple[str, Box]] = set()
+        seen: set[tuple[int, ...]] = set()
+        for rank, at in enumerate(self._places):
+            if (place := (at.pp, at.tp, at.ep, at.etp)) in seen:
+                continue
+            seen.add(place)
+            for parameter in self._stage(at):
+                for piece in parameter.pieces:
+                    if (piece.tensor, piece.source) not in found:
+                        found.add((piece.tensor, piece.source))
+                        sources.setdefault(piece.tensor, []).append(_Source(rank, parameter.name, piece))
         return sources
 
     def gather(
@@ -137,21 +146,12 @@ class ModelWeights:
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Whole tensors in buckets of about `bucket_bytes`, in the given order.
 
-        Collective over every replica of the model for itself. With `reader` (a global rank) only that rank gets values
-        and the ranks of other replicas have nothing to do; otherwise every rank gets them.
+        Collective over all ranks. With `reader` (a rank) only that rank gets values; otherwise every rank gets them.
         """
-        grid = rank_grid(dist.get_world_size(), self.layout)
-        place = {
-            (pp, tp): int(grid[pp, self.at.dp, self.at.cp, tp])
-            for pp in range(grid.shape[0])
-            for tp in range(grid.shape[3])
-        }
-        if reader is not None and reader not in place.values():
-            return
         element = next(iter(self._parameters.values()))
         sources = self._sources()
         for bucket in _buckets(tensors, bucket_bytes, element.element_size()):
-            whole = self._gather_bucket(bucket, sources, place, reader)
+            whole = self._gather_bucket(bucket, sources, reader)
             if reader is None or reader == dist.get_rank():
                 yield [(tensor.name, whole[tensor.name]) for tensor in bucket]
 
@@ -160,7 +160,6 @@ class ModelWeights:
         self,
         bucket: list[HFTensor],
         sources: dict[str, list[_Source]],
-        place: dict[tuple[int, int], int],
         reader: int | None,
     ) -> dict[str, torch.Tensor]:
         me = dist.get_rank()
@@ -170,7 +169,7 @@ class ModelWeights:
             # A tied head that the folder spelled out is the embedding under a second name.
             origin = EMBEDDING if tensor.name == HEAD and self.shape.tied else tensor.name
             for source in sources[origin]:
-                by_owner.setdefault(place[source.pp, source.tp], []).append((tensor.name, source))
+                by_owner.setdefault(source.rank, []).append((tensor.name, source))
         reads = reader is None or reader == me
         whole = (
             {t.name: torch.empty(t.shape, dtype=element.dtype, device=element.device) for t in bucket} if reads else {}
@@ -196,11 +195,11 @@ class ModelWeights:
     def _transfer(self, packed: torch.Tensor, owner: int, reader: int | None) -> None:
         me = dist.get_rank()
         if reader is None:
-            dist.broadcast(packed, src=owner, group=self._group)
+            dist.broadcast(packed, src=owner)
         elif owner == me != reader:
-            dist.send(packed, dst=reader, group=self._group)
+            dist.send(packed, dst=reader)
         elif reader == me != owner:
-            dist.recv(packed, src=owner, group=self._group)
+            dist.recv(packed, src=owner)
 
 
 def _numel(box: Box) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -228,12 +229,64 @@ def test_a_knob_that_nothing_reads_is_refused(argv: list[str], expected: str) ->
 
 @pytest.mark.parametrize(
     "override",
-    ["actor.layout.cp=2", "actor.layout.ep=2", "actor.layout.etp=2", "actor.layout.vpp=2", "critic.layout.cp=2", "rollout.expert_parallel=true"]
+    ["actor.layout.cp=2", "actor.layout.vpp=2", "critic.layout.cp=2"]
     + ["placement=standalone_rollout", "trainer.resume=auto"],
 )
 def test_what_is_not_built_is_refused_by_name(override: str) -> None:
     message = refusal(override)
     assert override in message and "legal: " in message
+
+
+MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize("override", ["actor.layout.ep=2", "critic.layout.etp=2", "rollout.expert_parallel=true"])
+def test_a_dense_model_has_no_experts_to_spread(override: str) -> None:
+    message = refusal(override)
+    assert f"{override}: LlamaForCausalLM has no experts; legal: " in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["cluster.devices=3", "actor.layout.ep=3"], "actor.layout.ep=3: the model's 8 experts cannot be shared by 3 ranks; legal: 1 or 2"),
+        (["cluster.devices=3", "actor.layout.etp=3"], "actor.layout.etp=3: an expert's 64 columns cannot be cut into 3 parts; legal: 1 or 2"),
+        (
+            ["cluster.devices=4", "actor.layout.pp=2", "actor.layout.ep=4"],
+            "actor.layout: ep*etp = 4*1 = 4 does not divide the 2 devices of a pipeline stage (cluster.devices=4 over pp=2); legal products: 1 or 2",
+        ),
+        (["rollout.layout.tp=2", "rollout.expert_parallel=true"], "3 experts cannot be shared by 2 ranks; or rollout.expert_parallel=false"),
+        (["rollout.layout.tp=2"], "an expert's 33 columns cannot be cut into 2 parts; or rollout.expert_parallel=true"),
+    ],
+)
+def test_experts_fit_the_ranks_that_share_them(make_model: MakeModel, tmp_path: Path, argv: list[str], expected: str) -> None:
+    """PAR-01, PAR-08."""
+    odd = {"num_experts": 3} if "3 experts" in expected else {"moe_intermediate_size": 33} if "33" in expected else {}
+    model = make_model(**{**MIXTURE, **odd})
+    assert expected in refusal(f"model.path={model}", *own_data(tmp_path), *argv)
+
+
+def test_layouts_of_a_mixture_are_accepted(make_model: MakeModel, tmp_path: Path) -> None:
+    model = [f"model.path={make_model(**MIXTURE)}", *own_data(tmp_path), "cluster.devices=4"]
+    for argv in (["actor.layout.ep=4"], ["actor.layout.tp=2", "actor.layout.ep=2", "actor.layout.etp=2"], ["actor.layout.pp=2", "actor.layout.ep=2"]):
+        config = compose([*model, *argv, "rollout.layout.tp=4", "rollout.expert_parallel=true"])
+        assert config.critic.layout == config.reference.layout == config.actor.layout
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
+        ({"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be 1 to the 8 experts"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with normalised weights"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    ],
+)
+def test_a_mixture_that_would_not_be_exact_is_refused_by_name(make_model: MakeModel, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    assert named in refusal(f"model.path={make_model(**{**MIXTURE, **changes})}", *own_data(tmp_path))
 
 
 # Data, reward, trainer

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.resharding import experts, families
+from flowrl.resharding import families
 from flowrl.resharding.families import Box
 from flowrl.resharding.needs import rank_needs
 from flowrl.resharding.plan import MovePlan
@@ -42,12 +42,8 @@ def held_by(shape: ModelShape, sizes: ParallelSizes, place: RankPlace) -> dict[s
     for layer in (None, *train_stage_layers(shape.num_layers, sizes)[at.pp]):
         common = dict(tp=sizes.tp, tp_rank=at.tp, layers=range(0) if layer is None else range(layer, layer + 1))
         common |= dict(first=layer is None and at.pp == 0, last=layer is None and at.pp == sizes.pp - 1)
-        if shape.num_experts:
-            extra = dict(ep=sizes.ep, ep_rank=at.ep, etp=sizes.etp, etp_rank=at.etp)
-            parameters = experts.stage_parameters(shape, **common, **extra)
-        else:
-            parameters = families.stage_parameters(shape, **common)
-        for parameter in parameters:
+        shard = families.ExpertShard(ep=sizes.ep, ep_rank=at.ep, etp=sizes.etp, etp_rank=at.etp)
+        for parameter in families.stage_parameters(shape, **common, shard=shard):
             for piece in parameter.pieces:
                 boxes[piece.tensor].append(piece.source)
     return dict(boxes)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.config.model_shape import ModelShape
+from flowrl.config.model_shape import MOE_ARCHITECTURES, ModelShape
 from flowrl.resharding.families import (
+    ExpertShard,
     Parameter,
     box_size,
+    check_expert_parallel,
     check_tensor_parallel,
     hf_tensors,
     padded_vocab_size,
@@ -97,6 +101,47 @@ def test_ranks_hold_every_element_exactly_once_beside_declared_copies(
                 assert bool((local == 1).all()), parameter.name
     for name, count in counts.items():
         assert bool((count == 1).all()), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    architecture=st.sampled_from(MOE_ARCHITECTURES),
+    ep=st.sampled_from([1, 2, 4]),
+    etp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2]),
+)
+def test_ranks_hold_every_element_of_every_expert_exactly_once(architecture: str, ep: int, etp: int, pp: int) -> None:
+    """PAR-08: every expert once, under its own number, whatever the split; the router whole on every rank."""
+    shape = replace(shape_of(4, 2), architecture=architecture, num_experts=8, experts_per_token=2, expert_ffn_size=12)
+    counts = {tensor.name: torch.zeros(tensor.shape, dtype=torch.int64) for tensor in hf_tensors(shape)}
+    assert len(counts) == 3 + shape.num_layers * (7 + 3 * 8)
+    assert sum(count.numel() for count in counts.values()) == shape.num_parameters
+    stages = stage_layers(shape.num_layers, pp)
+    for stage, rank, part in itertools.product(range(pp), range(ep), range(etp)):
+        shard = ExpertShard(ep=ep, ep_rank=rank, etp=etp, etp_rank=part)
+        ends = {"first": stage == 0, "last": stage == pp - 1}
+        for parameter in stage_parameters(shape, tp=1, tp_rank=0, layers=stages[stage], **ends, shard=shard):
+            held = sum(math.prod(box_size(piece.target)) for piece in parameter.pieces)
+            assert held == math.prod(parameter.shape) or "embedding" in parameter.name or "output" in parameter.name
+            expert = ".local_experts." in parameter.name
+            for piece in parameter.pieces:
+                if expert:
+                    assert parameter.name.split(".")[6] == piece.tensor.split(".")[5]
+                if expert or (rank == part == 0):
+                    counts[piece.tensor][slices(piece.source)] += 1
+    for name, count in counts.items():
+        assert bool((count == 1).all()), name
+
+
+def test_experts_that_do_not_divide_are_refused_with_numbers() -> None:
+    """PAR-01."""
+    shape = replace(shape_of(4, 2), num_experts=6, experts_per_token=2, expert_ffn_size=10)
+    check_expert_parallel(shape, 3, 5)
+    for (ep, etp), message in {(4, 1): "ep=4 does not divide .* 6 experts", (1, 4): "etp=4 does not .* 10"}.items():
+        with pytest.raises(ValueError, match=message):
+            check_expert_parallel(shape, ep, etp)
+    with pytest.raises(ValueError, match="ep=2, etp=1: LlamaForCausalLM has no experts"):
+        check_expert_parallel(shape_of(4, 2), 2, 1)
 
 
 def test_fused_query_key_value_rows_are_grouped_by_key_value_head() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_cases import DENSE, MIXTRAL, MOE, TIED, held_by, masks, needed_by, replay
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.resharding import experts, families
+from flowrl.resharding import families
 from flowrl.resharding.needs import rank_needs, stage_layers
 from flowrl.resharding.plan import MovePlan, choose_order, plan_move
 from flowrl.resharding.plan.tables import train_stage_layers
@@ -22,10 +22,7 @@ from flowrl.resharding.regions import bound_bytes, disjoint, num_elements
 from flowrl.resharding.shapes import SHAPES
 
 SHAPE_OF_TENSORS = {
-    name: {
-        tensor.name: tensor.shape
-        for tensor in (experts.hf_tensors(shape) if shape.num_experts else families.hf_tensors(shape))
-    }
+    name: {tensor.name: tensor.shape for tensor in families.hf_tensors(shape)}
     for name, shape in (("dense", DENSE), ("tied", TIED), ("moe", MOE), ("mixtral", MIXTRAL))
 }
 MODELS = {"dense": DENSE, "tied": TIED, "moe": MOE, "mixtral": MIXTRAL}

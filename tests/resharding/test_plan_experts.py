@@ -9,7 +9,7 @@ import pytest
 from plan_cases import MIXTRAL, MOE
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.resharding import experts, latent
+from flowrl.resharding import families, latent
 from flowrl.resharding.regions import disjoint, num_elements
 from flowrl.resharding.shapes import SHAPES, LatentShape
 
@@ -17,10 +17,9 @@ LAYOUTS = [(1, 1, 1), (2, 4, 1), (4, 2, 2), (1, 8, 1), (2, 1, 4)]
 
 
 def stage(shape: ModelShape, tp: int, tp_rank: int, ep: int, ep_rank: int, etp: int, etp_rank: int):  # type: ignore[no-untyped-def]
-    return experts.stage_parameters(
-        shape, tp=tp, tp_rank=tp_rank, ep=ep, ep_rank=ep_rank, etp=etp, etp_rank=etp_rank, layers=range(shape.num_layers),
-        first=True, last=True,
-    )  # fmt: skip
+    shard = families.ExpertShard(ep=ep, ep_rank=ep_rank, etp=etp, etp_rank=etp_rank)
+    layers = range(shape.num_layers)
+    return families.stage_parameters(shape, tp=tp, tp_rank=tp_rank, layers=layers, first=True, last=True, shard=shard)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -32,7 +31,7 @@ def test_training_ranks_hold_every_element_of_the_folder(shape: ModelShape, layo
         for parameter in stage(shape, tp, tp_rank, ep, ep_rank, etp, etp_rank):
             for piece in parameter.pieces:
                 boxes.setdefault(piece.tensor, []).append(piece.source)
-    sizes = {tensor.name: prod(tensor.shape) for tensor in experts.hf_tensors(shape)}
+    sizes = {tensor.name: prod(tensor.shape) for tensor in families.hf_tensors(shape)}
     assert {name: sum(map(num_elements, disjoint(there))) for name, there in boxes.items()} == sizes
     assert sum(sizes.values()) == shape.num_parameters
 
@@ -48,9 +47,9 @@ def test_pieces_fill_every_parameter_of_experts_once(layout: tuple[int, int, int
         assert all(num_elements(piece.source) == num_elements(piece.target) for piece in parameter.pieces)
 
 
-def test_experts_are_numbered_on_the_rank_and_named_over_all() -> None:
+def test_experts_are_numbered_over_the_whole_model() -> None:
     parameters = {parameter.name: parameter for parameter in stage(MOE, 1, 0, 4, 2, 1, 0)}
-    first = parameters["decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"]
+    first = parameters["decoder.layers.1.mlp.experts.local_experts.5.linear_fc1.weight"]
     assert [piece.tensor for piece in first.pieces] == [
         "model.layers.1.mlp.experts.5.gate_proj.weight",
         "model.layers.1.mlp.experts.5.up_proj.weight",

@@ -3,16 +3,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from models import FAMILIES, make_batch, make_model
+from models import FAMILIES, MIXTURES, make_batch, make_model
 
 from flowrl.protocol import DataProto
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folder of one model per family (untied), and of a tied Llama."""
+    """Folder of one model per family, mixtures among them (untied), and of a tied Llama."""
     root = tmp_path_factory.mktemp("models")
-    folders = {family: make_model(root / family, family) for family in FAMILIES}
+    folders = {family: make_model(root / family, family) for family in (*FAMILIES, *MIXTURES)}
     folders["tied"] = make_model(root / "tied", tie_word_embeddings=True)
     return folders
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from flowrl.protocol import DataProto, Ragged
 
 VOCAB = 131
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+MIXTURES = ("Qwen3Moe", "Mixtral")
 
 
 def make_model(folder: Path, family: str = "Llama", *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
@@ -37,6 +39,10 @@ def make_model(folder: Path, family: str = "Llama", *, seed: int = 0, dtype: str
     if family == "Qwen2":
         # Qwen2 has no head_dim of its own: it is hidden_size / heads.
         settings |= {"hidden_size": 128}
+    if family == "Qwen3Moe":
+        settings |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    if family == "Mixtral":
+        settings |= {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": None}
     settings |= overrides
     config = getattr(transformers, f"{family}Config")(**settings)
     with torch.random.fork_rng():
@@ -49,6 +55,24 @@ def make_model(folder: Path, family: str = "Llama", *, seed: int = 0, dtype: str
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"stands": "for any file"}')
     return folder
+
+
+def folder_names(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
+    """Tensors by their names in the folder, from those of a transformers model, which stacks the experts of a layer."""
+    layer = "block_sparse_moe" if family == "Mixtral" else "mlp"
+    parts = ("w1", "w3", "w2") if family == "Mixtral" else ("gate_proj", "up_proj", "down_proj")
+    found = {}
+    for name, tensor in tensors.items():
+        prefix = name.rpartition(".")[0].replace(".mlp.", f".{layer}.")
+        if name.endswith(".experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                for part, half in zip(parts[:2], both.chunk(2), strict=True):
+                    found[f"{prefix}.{expert}.{part}.weight"] = half
+        elif name.endswith(".experts.down_proj"):
+            found |= {f"{prefix}.{expert}.{parts[2]}.weight": down for expert, down in enumerate(tensor)}
+        else:
+            found[name.replace(".mlp.gate.", f".{layer}.gate.")] = tensor
+    return found
 
 
 def make_batch(lengths: list[tuple[int, int]], seed: int = 0) -> DataProto:

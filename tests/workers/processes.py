@@ -6,7 +6,7 @@ import multiprocessing
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -44,8 +44,20 @@ def _main(rank: int, world_size: int, store: str, work: bytes, out: Connection) 
     dist.destroy_process_group()
 
 
-def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Results of `function(*args)` by rank. The first rank that fails fails the test with its traceback."""
+def _result(pipe: Connection, rank: int, dying: Collection[int]) -> Any:
+    try:
+        good, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        assert rank in dying, f"rank {rank} died"
+        return None
+    assert good, f"rank {rank}:\n{value}"
+    return value
+
+
+def run(world_size: int, function: Callable[..., Any], *args: Any, dying: Collection[int] = ()) -> list[Any]:
+    """Results of `function(*args)` by rank. The first rank that fails fails the test with its traceback.
+
+    Ranks `dying` may end without a result, which is then None."""
     work = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -53,8 +65,10 @@ def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
             context.Process(target=_main, args=(rank, world_size, f"{folder}/store", work, pipe[1]), daemon=True)
             for rank, pipe in enumerate(pipes)
         ]
-        for process in processes:
+        for process, (_, written) in zip(processes, pipes, strict=True):
             process.start()
+            # The process has its own; with ours closed its death ends the pipe.
+            written.close()
         results: dict[int, Any] = {}
         try:
             while len(results) < world_size:
@@ -62,9 +76,7 @@ def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
                 ready = wait(list(pending), timeout=TIMEOUT_SECONDS)
                 assert ready, f"ranks {sorted(pending.values())} said nothing for {TIMEOUT_SECONDS} s"
                 for pipe in ready:
-                    good, value = pickle.loads(pipe.recv_bytes())
-                    assert good, f"rank {pending[pipe]}:\n{value}"
-                    results[pending[pipe]] = value
+                    results[pending[pipe]] = _result(pipe, pending[pipe], dying)
             for process in processes:
                 process.join(20)
         finally:

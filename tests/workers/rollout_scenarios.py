@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +16,18 @@ import torch
 import torch.distributed as dist
 from models import VOCAB
 from safetensors.torch import load_file
-from scenarios import OPTIM, Cell, actor, call, place
+from scenarios import OPTIM, Cell, actor, call, place, sizes_of
 
 from flowrl.config.model_shape import read_model_shape
 from flowrl.config.schema import RolloutConfig, RolloutLayout
 from flowrl.protocol import DataProto, Ragged
+from flowrl.resharding.layouts import Layouts, common_places, rollout_sizes
 from flowrl.resharding.recorder import place_of
 from flowrl.resharding.transfer import MoveReport, Transfer
 from flowrl.single_controller.dispatch import Mesh, neighbouring_rows
 from flowrl.single_controller.worker import construct
 from flowrl.workers import vllm_private
+from flowrl.workers.actor import ActorWorker
 from flowrl.workers.rollout import RolloutWorker
 
 Rows = dict[str, tuple[list[int], list[float], str, int]]
@@ -37,6 +40,7 @@ class Setup:
 
     tp: int = 1
     pp: int = 1
+    expert_parallel: bool = False
     stops: tuple[int, ...] = ()
     num_ids: int = VOCAB
     max_prompt_tokens: int = 48
@@ -47,9 +51,10 @@ class Setup:
     max_batch_requests: int = 8
 
 
-def rollout(folder: Path, setup: Setup) -> RolloutWorker:
-    config = RolloutConfig(
+def engine_config(setup: Setup) -> RolloutConfig:
+    return RolloutConfig(
         layout=RolloutLayout(tp=setup.tp, pp=setup.pp),
+        expert_parallel=setup.expert_parallel,
         dtype=setup.dtype,
         max_response_tokens=setup.max_response_tokens,
         temperature=setup.temperature,
@@ -57,17 +62,28 @@ def rollout(folder: Path, setup: Setup) -> RolloutWorker:
         max_batch_requests=setup.max_batch_requests,
         kv_cache_bytes=64 << 20,
     )
+
+
+def rollout(folder: Path, setup: Setup, beside: Cell | None = None) -> RolloutWorker:
+    """An engine, in an order of ranks that suits training in the layout `beside`."""
     return construct(
         RolloutWorker,
         place(),
         str(folder),
         read_model_shape(folder),
-        config,
+        engine_config(setup),
         num_tokenizer_ids=setup.num_ids,
         stop_token_ids=setup.stops,
         max_prompt_tokens=setup.max_prompt_tokens,
         seed=0,
+        beside=None if beside is None else sizes_of(beside),
     )
+
+
+def pair(actor_folder: Path, engine_folder: Path, cell: Cell, setup: Setup) -> tuple[ActorWorker, RolloutWorker]:
+    """A trainer and an engine that know of each other."""
+    source = actor(actor_folder, cell, beside=rollout_sizes(engine_config(setup)))
+    return source, rollout(engine_folder, setup, cell)
 
 
 def generate(role: RolloutWorker, batch: DataProto, *, greedy: bool = False) -> Rows:
@@ -207,27 +223,44 @@ def move(
 ) -> dict[tuple[Cell, Setup], Moved]:
     """From actors that hold `target` into engines that started with `start` and have answered `batch` already."""
     results = {}
-    sources = {cell: actor(target, cell) for cell in cells}
+    sources: dict[Any, ActorWorker] = {}
+    shape, world = read_model_shape(target), dist.get_world_size()
     for setup in setups:
+        sizes = rollout_sizes(engine_config(setup))
         fresh = with_engine(target, setup, lambda role: generate(role, batch))
-        role = rollout(start, setup)
-        for cell, source in sources.items():
-            generate(role, batch)
-            for parameter in role._parameters.values():
-                parameter.data.fill_(float("nan"))
-            metrics = {name: metric.value for name, metric in role.receive_weights(source).metrics.items()}
-            results[cell, setup] = Moved(wrong_regions(role, target), metrics, generate(role, batch), fresh)
-        role.close()
+        by_order: dict[Any, list[tuple[Cell, Any]]] = {}
+        for cell in cells:
+            places = common_places(shape, world, sizes_of(cell), sizes)
+            by_order.setdefault(tuple(at.rollout for at in places), []).append((cell, places))
+        for same_engine in by_order.values():
+            role = rollout(start, setup, same_engine[0][0])
+            for cell, places in same_engine:
+                key = cell, tuple(at.train for at in places)
+                if key not in sources:
+                    sources[key] = actor(target, cell, beside=sizes)
+                results[cell, setup] = _moved(role, sources[key], target, batch, fresh)
+            role.close()
     return results
+
+
+def _moved(role: RolloutWorker, source: ActorWorker, target: Path, batch: DataProto, fresh: Rows) -> Moved:
+    generate(role, batch)
+    for parameter in role._parameters.values():
+        parameter.data.fill_(float("nan"))
+    metrics = {name: metric.value for name, metric in role.receive_weights(source).metrics.items()}
+    assert role._transfer is not None
+    assert role._transfer.plan.received == role._transfer.plan.bound
+    return Moved(wrong_regions(role, target), metrics, generate(role, batch), fresh)
 
 
 def move_in_small_buckets(
     start: Path, target: Path, cell: Cell, setup: Setup, bucket_bytes: int
 ) -> tuple[list[str], MoveReport]:
     """Wrong regions after a move in buckets of this size, and its report."""
-    source, role = actor(target, cell), rollout(start, setup)
+    source, role = pair(target, start, cell, setup)
     held = source.held_regions()
-    transfer = Transfer(role._recording, role._parameters, source.hf_tensors(), held, bucket_bytes=bucket_bytes)
+    layouts = Layouts.join(source.sizes(), source.places(), role._sizes, role._places)
+    transfer = Transfer(role._recording, role._parameters, role._shape, layouts, held, bucket_bytes=bucket_bytes)
     report = transfer.move(held)
     transfer.verify(held)
     wrong = wrong_regions(role, target)
@@ -235,9 +268,24 @@ def move_in_small_buckets(
     return wrong, report
 
 
+def numbered_experts(start: Path, target: Path, cell: Cell, setup: Setup) -> dict[tuple[int, int], list[float]]:
+    """Per layer and expert number of the folder, the values that this rank's engine holds of it after a move.
+
+    `target` holds experts filled with their number."""
+    source, role = pair(target, start, cell, setup)
+    role.receive_weights(source)
+    found: dict[tuple[int, int], list[float]] = {}
+    for region in role._recording.regions:
+        if match := re.match(r"model\.layers\.(\d+)\..*experts\.(\d+)\.", region.tensor):
+            values = place_of(region, role._parameters[region.parameter]).unique().tolist()
+            found.setdefault((int(match[1]), int(match[2])), []).extend(values)
+    role.close()
+    return found
+
+
 def repeat_moves(folder: Path, cell: Cell, setup: Setup, batch: DataProto) -> tuple[list[Rows], list[float]]:
     """Responses after each of ten transfers of the same weights, and the fingerprints' verdicts."""
-    source, role = actor(folder, cell), rollout(folder, setup)
+    source, role = pair(folder, folder, cell, setup)
     rows, verdicts = [generate(role, batch)], []
     for _ in range(10):
         verdicts.append(role.receive_weights(source).metrics["reshard/fingerprint_ok"].value)
@@ -248,7 +296,7 @@ def repeat_moves(folder: Path, cell: Cell, setup: Setup, batch: DataProto) -> tu
 
 def corrupted(folder: Path, cell: Cell, setup: Setup, parameter: str) -> str:
     """The message of the proof after one bit of one engine parameter on the last rank has changed."""
-    source, role = actor(folder, cell), rollout(folder, setup)
+    source, role = pair(folder, folder, cell, setup)
     role.receive_weights(source)
     transfer = role._transfer
     assert transfer is not None
@@ -276,6 +324,12 @@ class _Renamed:
     def held_regions(self) -> Any:
         return self._source.held_regions()
 
+    def sizes(self) -> Any:
+        return self._source.sizes()
+
+    def places(self) -> Any:
+        return self._source.places()
+
 
 def renamed(folder: Path) -> str:
     source, role = actor(folder, Cell()), rollout(folder, Setup())
@@ -292,7 +346,8 @@ def train_and_decode(
     folder: Path, out: Path, cell: Cell, setup: Setup, batch: DataProto, mini: DataProto
 ) -> list[tuple[Rows, Path, float]]:
     """Three rounds: a large update, a transfer, a greedy decoding; with the trainer's weights written to folders."""
-    source, role = actor(folder, cell, optim=replace(OPTIM, lr=0.05)), rollout(folder, setup)
+    source = actor(folder, cell, optim=replace(OPTIM, lr=0.05), beside=rollout_sizes(engine_config(setup)))
+    role = rollout(folder, setup, cell)
     rounds = []
     for number in range(3):
         old = call(source, source.log_probs, mini)

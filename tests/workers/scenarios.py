@@ -26,6 +26,8 @@ from flowrl.config.schema import (
 )
 from flowrl.protocol import DataProto, Ragged, merge_metrics
 from flowrl.resharding.families import EMBEDDING
+from flowrl.resharding.layouts import train_sizes
+from flowrl.resharding.ranks import ParallelSizes
 from flowrl.single_controller.dispatch import neighbouring_rows
 from flowrl.single_controller.worker import Place, construct
 from flowrl.workers.actor import ActorWorker
@@ -34,7 +36,7 @@ from flowrl.workers.engine import Engine
 from flowrl.workers.export import export_folder
 from flowrl.workers.reference import ReferenceWorker
 from flowrl.workers.vocabulary import token_outputs
-from flowrl.workers.weights import ModelWeights, global_name
+from flowrl.workers.weights import ModelWeights
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Cell:
 
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    etp: int = 1
     first_stage_layers: int | None = None
     budget: int = 4096
     order: tuple[int, ...] | None = None
@@ -56,7 +60,9 @@ OPTIM = OptimConfig(lr=1e-2, eps=1e-5, clip_grad=1.0)
 
 
 def layout_of(cell: Cell) -> TrainLayout:
-    return TrainLayout(tp=cell.tp, pp=cell.pp, vpp=1, first_stage_layers=cell.first_stage_layers, cp=1, ep=1, etp=1)
+    return TrainLayout(
+        tp=cell.tp, pp=cell.pp, vpp=1, first_stage_layers=cell.first_stage_layers, cp=1, ep=cell.ep, etp=cell.etp
+    )
 
 
 def engine_settings(cell: Cell) -> dict[str, Any]:
@@ -67,6 +73,10 @@ def engine_settings(cell: Cell) -> dict[str, Any]:
         distributed_optimizer=cell.distributed_optimizer,
         recompute=cell.recompute,
     )
+
+
+def sizes_of(cell: Cell) -> ParallelSizes:
+    return train_sizes(layout_of(cell))
 
 
 def place() -> Place:
@@ -81,6 +91,7 @@ def actor(
     temperature: float = 1.0,
     num_ids: int = VOCAB,
     total_steps: int = 8,
+    beside: ParallelSizes | None = None,
     **config: Any,
 ) -> ActorWorker:
     settings = ActorConfig(**{"optim": OPTIM, **engine_settings(cell), **config})
@@ -95,6 +106,7 @@ def actor(
         num_tokenizer_ids=num_ids,
         total_optimizer_steps=total_steps,
         seed=0,
+        beside=beside,
     )
 
 
@@ -164,17 +176,15 @@ def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Reduced gradients by Hugging Face name, on every rank; not with the distributed optimizer."""
-    first_layer = engine._gpt.decoder.layers[0].layer_number - 1
     gradients = {
-        global_name(name, first_layer): parameter.main_grad
+        engine._global_name(name): parameter.main_grad
         for name, parameter in engine._gpt.named_parameters()
         if engine._head.is_language_model or not name.startswith("output_layer")
     }
     table = ModelWeights(
         engine._shape,
         engine._config.layout,
-        engine.at,
-        engine.groups.mp,
+        engine.places,
         gradients,  # type: ignore[arg-type]
         head=engine._head.is_language_model,
     )

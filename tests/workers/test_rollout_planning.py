@@ -8,6 +8,8 @@ import pytest
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import RolloutConfig, RolloutLayout
+from flowrl.resharding.layouts import rollout_places
+from flowrl.resharding.ranks import ParallelSizes
 from flowrl.workers.environment import process_environment
 from flowrl.workers.generation import (
     check_layout,
@@ -31,18 +33,19 @@ CONFIG = RolloutConfig(
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (2, 4)])
 def test_every_rank_is_in_one_group_of_each_kind_and_ranks_ascend(layout: tuple[int, int]) -> None:
     tp, pp = layout
-    groups = engine_groups(8, RolloutLayout(tp=tp, pp=pp))
+    places = rollout_places(8, ParallelSizes(tp=tp, pp=pp))
+    groups = engine_groups(places)
     for lists, size in ((groups.tp_groups, tp), (groups.pp_groups, pp)):
         assert sorted(rank for ranks in lists for rank in ranks) == list(range(8))
         assert all(len(ranks) == size and ranks == sorted(ranks) for ranks in lists)
-    for ranks in engine_ranks(8, RolloutLayout(tp=tp, pp=pp)):
+    for ranks in engine_ranks(places):
         inside = [group for group in (*groups.tp_groups, *groups.pp_groups) if set(group) & set(ranks)]
         assert all(set(group) <= set(ranks) for group in inside)
 
 
 def test_a_layout_that_does_not_fit_is_an_error_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="3 ranks cannot hold engines of rollout.layout tp=2 x pp=1 = 2 ranks"):
-        engine_groups(3, RolloutLayout(tp=2, pp=1))
+        rollout_places(3, ParallelSizes(tp=2))
     with pytest.raises(ValueError, match="rollout.layout: tp=3 does not divide the model's 4 attention heads"):
         check_layout(SHAPE, RolloutLayout(tp=3, pp=1))
     with pytest.raises(ValueError, match="rollout.layout.pp=4 is more than the model's 3 layers"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCAB, make_batch
+from models import VOCAB, folder_names, make_batch
 from processes import run
 from scenarios import OPTIM, Cell, update_cells
 
@@ -47,6 +47,10 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def update_batch(batch: DataProto) -> DataProto:
+    return with_old_log_probs(batch)
+
+
+def with_old_log_probs(batch: DataProto) -> DataProto:
     """The batch with old log-probs around those of a uniform policy, so that ratios differ and some are clipped."""
     generator = torch.Generator().manual_seed(1)
     lengths = batch.lengths("response_ids")
@@ -77,7 +81,8 @@ def hugging_face_update(folder: Path, batch: DataProto, aggregation: str = "toke
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad)
     torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, eps=OPTIM.eps, weight_decay=0.0).step()
     after = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return Expected(total.item(), grad_norm.item(), gradients, after)
+    family = type(model).__name__.removesuffix("ForCausalLM")
+    return Expected(total.item(), grad_norm.item(), folder_names(gradients, family), folder_names(after, family))
 
 
 def check(result: dict[str, Any], expected: Expected, cell: Cell) -> None:

@@ -76,7 +76,7 @@ def check_train(shape: ModelShape, sizes: ParallelSizes) -> None:
         else:
             dense = experts.attention_shape(shape, sizes.tp) if shape.num_experts else shape
             families.check_tensor_parallel(dense, sizes.tp)
-        experts.check_expert_parallel(shape, sizes.ep, sizes.etp)
+        families.check_expert_parallel(shape, sizes.ep, sizes.etp)
         train_stage_layers(shape.num_layers, sizes)
     except ValueError as error:
         raise ValueError(f"train {sizes}: {error}") from None
@@ -98,7 +98,7 @@ def _layer_shard(shape: ModelShape, layer: int, tp: int, tp_rank: int) -> dict[s
     if not shape.num_experts:
         return _boxes(families.stage_parameters(shape, tp=tp, tp_rank=tp_rank, layers=layers, first=False, last=False))
     attention = experts.attention_parameters(shape, tp=tp, tp_rank=tp_rank, layers=layers, first=False, last=False)
-    return _boxes([*attention, experts.router_parameter(shape, layer)])
+    return _boxes([*attention, families.router_parameter(shape, layer)])
 
 
 def _rename(shards: Sequence[Shard], layer: int) -> list[dict[str, Sequence[Box]]]:
@@ -121,14 +121,14 @@ def _kind(
     if sparse:
         held = _rename(
             [
-                _boxes(experts.expert_parameters(shape, layer, 0, 0, etp=train.etp, etp_rank=rank))
+                _boxes(families.expert_parameters(shape, layer, 0, etp=train.etp, etp_rank=rank))
                 for rank in range(train.etp)
             ],
             layer,
         )
         slices = needs.expert_slices(rollout)
         needed = _rename([needs.expert_boxes(shape, layer, 0, slices, rank) for rank in range(slices)], layer)
-        tensors = experts.expert_tensors(shape, layer, 0)
+        tensors = families.expert_tensors(shape, layer, 0)
         shapes = dict(zip(needed[0], (tensor.shape for tensor in tensors), strict=True))
         expert_cells = cut_cells(shapes, held, needed)
     return LayerKind(name, tuple(layers), tuple(cells), tuple(expert_cells))

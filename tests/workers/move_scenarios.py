@@ -1,0 +1,133 @@
+"""What the processes of the tests of moves do: exact moves between many layouts, a death, a corrupted bucket."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rollout_scenarios import Setup, engine_config, pair, rollout
+from safetensors.torch import load_file, save_file
+from scenarios import Cell, actor, sizes_of
+
+from flowrl.config.model_shape import read_model_shape
+from flowrl.resharding.layouts import Layouts, common_places, rollout_sizes
+from flowrl.resharding.recorder import place_of
+from flowrl.resharding.transfer import MoveReport, Transfer
+from flowrl.workers.actor import ActorWorker
+from flowrl.workers.rollout import RolloutWorker
+
+Pair = tuple[Cell, Setup]
+
+
+def number_elements(folder: Path) -> Path:
+    """Give every element of the model a value of its own: its number in the folder, exact in float32."""
+    tensors, first = load_file(folder / "model.safetensors"), 1
+    for tensor in tensors.values():
+        tensor.copy_(torch.arange(first, first + tensor.numel(), dtype=torch.float64).view(tensor.shape))
+        first += tensor.numel()
+    assert first < 1 << 24, "float32 counts no further"
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def exact_moves(folder: Path, pairs: Sequence[Pair], bucket_bytes: int) -> dict[Pair, tuple[list[str], MoveReport]]:
+    """Per pair: parameters that differ from what vLLM's own loader made of the folder, and the report of the move."""
+    results = {}
+    sources: dict[Any, ActorWorker] = {}
+    by_engine: dict[Any, list[tuple[Cell, Any]]] = {}
+    shape, world = read_model_shape(folder), dist.get_world_size()
+    for cell, setup in pairs:
+        places = common_places(shape, world, sizes_of(cell), rollout_sizes(engine_config(setup)))
+        key = setup, tuple(at.rollout for at in places)
+        by_engine.setdefault(key, []).append((cell, tuple(at.train for at in places)))
+    for (setup, _), cells in by_engine.items():
+        role = rollout(folder, setup, cells[0][0])
+        loaded = {name: parameter.detach().clone() for name, parameter in role._parameters.items()}
+        for cell, places in cells:
+            if (cell, places) not in sources:
+                sources[cell, places] = actor(folder, cell, beside=rollout_sizes(engine_config(setup)))
+            report = _move(role, sources[cell, places], bucket_bytes)
+            wrong = [name for name, kept in loaded.items() if not torch.equal(kept, role._parameters[name])]
+            results[cell, setup] = wrong, report
+        role.close()
+    return results
+
+
+def transfer_of(role: RolloutWorker, source: ActorWorker, bucket_bytes: int) -> Transfer:
+    layouts = Layouts.join(source.sizes(), source.places(), role._sizes, role._places)
+    return Transfer(
+        role._recording, role._parameters, role._shape, layouts, source.held_regions(), bucket_bytes=bucket_bytes
+    )
+
+
+def _move(role: RolloutWorker, source: ActorWorker, bucket_bytes: int) -> MoveReport:
+    for region in role._recording.regions:
+        place_of(region, role._parameters[region.parameter]).fill_(float("nan"))
+    transfer = transfer_of(role, source, bucket_bytes)
+    report = transfer.move(source.held_regions())
+    transfer.verify(source.held_regions())
+    assert report.peak_extra_bytes <= transfer.plan.peak_extra(dist.get_rank()) <= 2 * bucket_bytes
+    return report
+
+
+def die_in_a_bucket(folder: Path, cell: Cell, setup: Setup, victim: int, bucket: int) -> tuple[str, float] | None:
+    """The error of a move in which rank `victim` dies after sending `bucket` buckets, and seconds until it came."""
+    source, role = pair(folder, folder, cell, setup)
+    transfer = transfer_of(role, source, 8192)
+    exchange, count = dist.all_to_all_single, 0
+
+    def die(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > bucket:
+            os._exit(1)
+        return exchange(*arguments, **options)
+
+    dist.barrier()
+    if dist.get_rank() == victim:
+        dist.all_to_all_single = die
+    start = time.monotonic()
+    try:
+        transfer.move(source.held_regions())
+        transfer.verify(source.held_regions())
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return None
+
+
+class _Corrupted:
+    """The work of an exchange that changes one bit of what arrived."""
+
+    def __init__(self, work: Any, incoming: torch.Tensor) -> None:
+        self._work, self._incoming = work, incoming
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._incoming.view(torch.int32)[len(self._incoming) // 2] ^= 1
+
+
+def corrupt_a_bucket(folder: Path, cell: Cell, setup: Setup, victim: int) -> tuple[str, str]:
+    """The error of a move in which one bit of a bucket to `victim` changes, and what is wrong on this rank by name."""
+    source, role = pair(folder, folder, cell, setup)
+    loaded = {name: parameter.detach().clone() for name, parameter in role._parameters.items()}
+    exchange = dist.all_to_all_single
+
+    def corrupt(incoming: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        return _Corrupted(exchange(incoming, *arguments, **options), incoming)
+
+    if dist.get_rank() == victim:
+        dist.all_to_all_single = corrupt
+    try:
+        role.receive_weights(source)
+    except ValueError as error:
+        wrong = [name for name, kept in loaded.items() if not torch.equal(kept, role._parameters[name])]
+        return str(error), ", ".join(wrong)
+    finally:
+        dist.all_to_all_single = exchange
+        role.close()
+    raise AssertionError("the proof did not notice")

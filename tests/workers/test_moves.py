@@ -1,0 +1,116 @@
+"""Moves between layouts with real processes: every element has a value of its own, so any swap shows."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+from models import make_model
+from move_scenarios import Pair, corrupt_a_bucket, die_in_a_bucket, exact_moves, number_elements
+from processes import run
+from rollout_scenarios import Setup
+from scenarios import Cell
+
+BUCKET_BYTES = 1 << 16
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders whose elements are numbered."""
+    root = tmp_path_factory.mktemp("numbered")
+    folders = {name: make_model(root / name, name) for name in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral")}
+    folders["tied"] = make_model(root / "tied", "Llama", tie_word_embeddings=True, num_hidden_layers=5)
+    folders["wide"] = make_model(root / "wide", "Llama", num_attention_heads=8, num_key_value_heads=4)
+    return {name: number_elements(folder) for name, folder in folders.items()}
+
+
+def check(folder: Path, world: int, pairs: list[Pair]) -> dict[Pair, list[int]]:
+    """Every parameter is as vLLM loads it and every rank received its bound; returns received bytes by rank."""
+    received: dict[Pair, list[int]] = {}
+    for result in run(world, exact_moves, folder, pairs, BUCKET_BYTES):
+        assert sorted(map(str, result)) == sorted(map(str, set(pairs)))
+        for pair, (wrong, report) in result.items():
+            assert wrong == [], pair
+            assert report.received_bytes == report.bound_bytes, pair
+            received.setdefault(pair, []).append(report.received_bytes)
+    return received
+
+
+def test_two_ranks_receive_what_they_lack_and_no_byte_more(numbered: dict[str, Path]) -> None:
+    """PAR-04, PAR-05, PAR-07: halves to whole replicas; whole to halves costs nothing, as do equal layouts."""
+    pairs = list(product([Cell(), Cell(tp=2), Cell(pp=2)], [Setup(), Setup(tp=2), Setup(pp=2)]))
+    received = check(numbered["Llama"], 2, pairs)
+    for (cell, setup), there in received.items():
+        free = setup.tp >= cell.tp and setup.pp >= cell.pp
+        assert (max(there) == 0) == free, (cell, setup, there)
+
+
+def test_four_ranks_receive_what_they_lack_and_no_byte_more(numbered: dict[str, Path]) -> None:
+    """PAR-04, PAR-05: generation groups are strided where training has the larger tensor-parallel size."""
+    check(numbered["Llama"], 4, [(Cell(tp=2, pp=2), Setup(tp=4)), (Cell(tp=4), Setup(tp=2))])
+
+
+def test_two_ranks_receive_the_experts_that_they_lack_and_no_byte_more(numbered: dict[str, Path]) -> None:
+    """PAR-08."""
+    received = check(numbered["Qwen3Moe"], 2, [(Cell(ep=2), Setup(tp=2)), (Cell(ep=2), Setup())])
+    assert min(received[Cell(ep=2), Setup(tp=2)]) > 0
+
+
+TRAIN = [Cell(), Cell(tp=2), Cell(tp=4), Cell(pp=2), Cell(pp=4), Cell(tp=2, pp=2), Cell(pp=2, first_stage_layers=1)]
+ROLLOUT = [Setup(), Setup(tp=2), Setup(tp=4), Setup(pp=2), Setup(pp=4), Setup(tp=2, pp=2)]
+MIXED = [Cell(ep=2), Cell(ep=4), Cell(tp=2, ep=2), Cell(tp=2, ep=4), Cell(ep=2, etp=2), Cell(tp=2, pp=2, etp=2)]
+SPREAD = Setup(tp=2, expert_parallel=True)
+EXPERTS = [Setup(), Setup(tp=2), SPREAD, Setup(tp=4), Setup(tp=4, expert_parallel=True), Setup(tp=2, pp=2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", ROLLOUT, ids=lambda setup: f"tp{setup.tp}pp{setup.pp}")
+def test_moves_over_the_grid_of_four_ranks_are_exact(numbered: dict[str, Path], setup: Setup) -> None:
+    """PAR-04, PAR-05, PAR-07: two key/value heads on up to four ranks, a prime vocabulary, unequal stages."""
+    check(numbered["Llama"], 4, [(cell, setup) for cell in TRAIN])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "tied"])
+def test_moves_of_other_families_are_exact(numbered: dict[str, Path], family: str) -> None:
+    """PAR-10: biases, norms of queries and keys, tied weights over five layers."""
+    cells = [Cell(tp=4), Cell(tp=2, pp=2), Cell(pp=2, first_stage_layers=1)]
+    if family == "tied":
+        cells = [Cell(tp=4), Cell(pp=2, first_stage_layers=2), Cell(tp=2, pp=2, first_stage_layers=3)]
+    check(numbered[family], 4, list(product(cells, [Setup(), Setup(tp=2), Setup(tp=2, pp=2)])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_moves_of_mixtures_over_the_grid_of_four_ranks_are_exact(numbered: dict[str, Path], family: str) -> None:
+    """PAR-08."""
+    check(numbered[family], 4, list(product(MIXED if family == "Qwen3Moe" else MIXED[1:4], EXPERTS)))
+
+
+@pytest.mark.slow
+def test_moves_of_eight_ranks_are_exact(numbered: dict[str, Path]) -> None:
+    cells, setups = [Cell(tp=4, pp=2), Cell(tp=2, pp=4), Cell(tp=2)], [Setup(tp=2), Setup(tp=8), Setup(tp=4, pp=2)]
+    check(numbered["wide"], 8, list(product(cells, setups)))
+
+
+@pytest.mark.parametrize(
+    ("world", "cell", "setup"), [(2, Cell(tp=2), Setup()), (4, Cell(tp=2, pp=2), Setup())], ids=["two", "four"]
+)
+def test_a_death_inside_a_stage_ends_the_move_of_all_others(
+    numbered: dict[str, Path], world: int, cell: Cell, setup: Setup
+) -> None:
+    """PAR-07: within 10 s, with the stage and the ranks."""
+    last = world - 1
+    *others, dead = run(world, die_in_a_bucket, numbered["Llama"], cell, setup, last, 2, dying=[last])
+    assert dead is None
+    for rank, (message, seconds) in enumerate(others):
+        assert f"rank {rank}: the exchange of bucket " in message and "failed: one of them has died" in message
+        assert seconds < 10
+
+
+def test_a_corrupted_bucket_is_found_and_named(numbered: dict[str, Path]) -> None:
+    """SYN-01: rank, tensor and parameter, on every rank."""
+    (first, nothing), (second, wrong) = run(2, corrupt_a_bucket, numbered["Llama"], Cell(tp=2), Setup(), 1)
+    assert first == second and nothing == "" and wrong
+    assert "in 1 regions" in first and "rank 1: model." in first and f"in {wrong}" in first
