@@ -12,55 +12,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # type: 
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import EngineConfig, TrainLayout
-from flowrl.resharding.ranks import ParallelSizes, RankPlace, Side, groups
+from flowrl.resharding.ranks import ParallelSizes, RankPlace
 from flowrl.workers import cuda_on_cpu
-from flowrl.workers.groups import Coordinates, _group
+from flowrl.workers.groups import process_groups
 from flowrl.workers.model import DTYPES, build_model, transformer_config
-from flowrl.workers.weights import HeldRegion, ModelWeights, global_name
-
-
-def group_of(places: Sequence[RankPlace], side: Side, *axes: str) -> dist.ProcessGroup:
-    """This rank's group along `axes`. Collective: all ranks make all groups, in one order."""
-    rank, found = dist.get_rank(), None
-    for ranks in groups(places, side, *axes):
-        made = _group(ranks)
-        found = made if rank in ranks else found
-    assert found is not None, "every rank is in a group along every axis"
-    return found
-
-
-def _ends(places: Sequence[RankPlace]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's group of first and last stage, and of the first stage alone; a middle stage gets any."""
-    rank = dist.get_rank()
-    pipelines = groups(places, "train", "pp")
-    ends = [_group(tuple(sorted({ranks[0], ranks[-1]}))) for ranks in pipelines]
-    firsts = [_group((ranks[0],)) for ranks in pipelines]
-    mine = next(number for number, ranks in enumerate(pipelines) if rank in ranks)
-    return ends[mine], firsts[mine]
-
-
-def train_groups(places: Sequence[RankPlace]) -> ProcessGroupCollection:
-    """Megatron-core's groups for ranks numbered as `places` say. Collective."""
-    made = ProcessGroupCollection()
-    for name, axes in {
-        "tp": ("tp",),
-        "cp": ("cp",),
-        "dp": ("dp",),
-        "pp": ("pp",),
-        "mp": ("pp", "tp"),
-        "tp_cp": ("cp", "tp"),
-        "dp_cp": ("dp", "cp"),
-        "intra_dp_cp": ("dp", "cp"),
-        "tp_dp_cp": ("dp", "cp", "tp"),
-        "intra_dist_opt": ("pp", "dp", "cp", "tp"),
-    }.items():
-        setattr(made, name, group_of(places, "train", *axes))
-    for name, axes in {"ep": ("ep",), "expt_tp": ("etp",), "expt_dp": ("edp",), "intra_expt_dp": ("edp",)}.items():
-        setattr(made, name, group_of(places, "experts", *axes))
-    made.tp_ep, made.tp_ep_pp = group_of(places, "experts", "ep", "etp"), group_of(places, "experts", "pp", "ep", "etp")
-    made.embd, made.pos_embd = _ends(places)
-    made.inter_dist_opt = made.hcp = None
-    return made
+from flowrl.workers.weights import HeldRegion, ModelWeights, expert_shard, global_name
 
 
 @dataclass(frozen=True)
@@ -80,19 +36,20 @@ def build_bare(
     shape: ModelShape, sizes: ParallelSizes, places: Sequence[RankPlace], *, dtype: str, device: torch.device
 ) -> BareModel:
     """The part of this rank, weights undefined. Collective."""
-    layout = TrainLayout(tp=sizes.tp, pp=sizes.pp, vpp=1, first_stage_layers=None, cp=1, ep=1, etp=1)
+    layout = TrainLayout(
+        tp=sizes.tp, pp=sizes.pp, vpp=1, first_stage_layers=None, cp=1, ep=sizes.ep, etp=sizes.etp
+    )
     config = EngineConfig(layout=layout, dtype=dtype, tokens_per_microbatch=1)  # type: ignore[arg-type]
     at = places[dist.get_rank()].train
     assert at is not None, "every rank trains"
     with cuda_on_cpu.active():
-        made = train_groups(places)
+        made = process_groups(places)
         model = build_model(shape, transformer_config(shape, config), made, head=True, seed=0)
         model.to(device=device, dtype=DTYPES[dtype]).requires_grad_(False)
     _mark_gated(model)
-    first = model.decoder.layers[0].layer_number - 1
-    parameters = {global_name(name, first): parameter for name, parameter in model.named_parameters()}
-    place = Coordinates(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
-    weights = ModelWeights(shape, layout, place, made.mp, parameters, head=True)
+    first = model.decoder.layers[0].layer_number - 1, expert_shard(layout, at).experts(shape.num_experts).start
+    parameters = {global_name(name, *first): parameter for name, parameter in model.named_parameters()}
+    weights = ModelWeights(shape, layout, places, parameters, head=True)
     return BareModel(model, parameters, weights, made)
 
 

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from flowrl.resharding.baselines import BucketedGather, GatherAll, PerTensorGather, Trained, parameter_tables
-from flowrl.resharding.families import HFTensor, hf_tensors
+from flowrl.resharding.families import hf_tensors
+from flowrl.resharding.layouts import Layouts, common_places
 from flowrl.resharding.measure.job import Job
 from flowrl.resharding.measure.options import FLOWRL
 from flowrl.resharding.measure.rounds import Engine, Mover, as_json, gather, make_row, observe, slowest, time_moves
 from flowrl.resharding.measure.truth import IndexCoded, Truth, differs, fill
-from flowrl.resharding.ranks import ParallelSizes, RankPlace, RolloutPlace, TrainPlace, grid, numbering
+from flowrl.resharding.ranks import ParallelSizes, RankPlace, RolloutPlace, TrainPlace, grid
 from flowrl.resharding.recorder import Recording, place_of, record
 from flowrl.resharding.regions import DTYPE_BYTES, bound_bytes
 from flowrl.resharding.transfer import BUCKET_BYTES, Transfer
@@ -77,7 +78,7 @@ class _Flowrl:
         self._transfer, self._held = transfer, held
 
     def move(self) -> dict[str, float]:
-        return {"move": self._transfer.move(self._held).seconds}
+        return dict(self._transfer.move(self._held).stage_seconds)
 
     def fingerprint(self) -> bool:
         """Whether the checksums agree; all ranks learn the same."""
@@ -88,9 +89,10 @@ class _Flowrl:
         return True
 
 
-def flowrl_engine(side: _Side, tensors: Sequence[HFTensor]) -> _Flowrl:
+def flowrl_engine(job: Job, side: _Side) -> _Flowrl:
     """flowrl's engine for one numbering. Collective."""
-    return _Flowrl(Transfer(side.recording, side.parameters, tensors, side.held), side.held)
+    layouts = Layouts(job.train, job.rollout, tuple(side.places))
+    return _Flowrl(Transfer(side.recording, side.parameters, job.shape, layouts, side.held), side.held)
 
 
 class _Bench:
@@ -102,12 +104,12 @@ class _Bench:
         self.dtype = getattr(torch, job.dtype)
         self.tensors = hf_tensors(job.shape)
         self.truth: Truth = IndexCoded(self.tensors) if job.coded else _Folder(job.folder)
-        self.nested = self._side(numbering(job.world, job.train, job.rollout), None)
+        self.nested = self._side(common_places(job.shape, job.world, job.train, job.rollout), None)
         self.arena = bare.Arena(self._arena_elements(), self.dtype, self.device)
         self.arena.hold(self.nested.shard.parameters())
         self.sides = [self.nested]
         start = time.perf_counter()
-        self.own = flowrl_engine(self.nested, self.tensors)
+        self.own = flowrl_engine(job, self.nested)
         self.own_plan_seconds = time.perf_counter() - start
 
     def _arena_elements(self) -> int:
@@ -162,7 +164,7 @@ class _Bench:
             self.arena.hold(side.shard.parameters())
             self.sides.append(side)
             start = time.perf_counter()
-            other = flowrl_engine(side, self.tensors)
+            other = flowrl_engine(self.job, side)
             return self._onto(side, name, other, time.perf_counter() - start, other.fingerprint)
         mover = self._gatherer(name)
         return self._onto(self.nested, name, mover, time.perf_counter() - start, self.own.fingerprint)
