@@ -16,27 +16,52 @@ import torch
 import torch.distributed as dist
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.resharding.families import Parameter, stage_layers, stage_parameters
+from flowrl.resharding.families import ExpertShard, Parameter, stage_layers, stage_parameters
 from flowrl.resharding.ranks import ParallelSizes, TrainPlace
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 
 @dataclass(frozen=True)
+class Form:
+    """One parameter of a stage: `parts[m]` is what member m of a gathering group holds of it.
+
+    Members are tensor-parallel ranks, for experts (ep, etp) places in this order: each has an expert of its own in the
+    same position, or a slice of one.
+    """
+
+    parts: tuple[Parameter, ...]
+    expert: bool
+
+    @property
+    def replicated(self) -> bool:
+        return self.parts[0].replicated
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part of any member: all are alike."""
+        return self.parts[0].shape
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
 class Trained:
     """The trainer as a baseline sees it, on one rank.
 
-    `places` are all ranks' by rank. `tables[pp][tp]` lists the parameters of that place, in one order and under one set
-    of names for all tensor-parallel ranks; `local` are this rank's by name. `pp_group` and `tp_group` hold this rank's
-    partners, ascending along their axis.
+    `places` are all ranks' by rank. `stages[pp]` lists the parameters of a stage; `local` are this rank's by name.
+    `pp_group`, `tp_group` and `expert_group` (ep x etp) hold this rank's partners.
     """
 
     places: tuple[TrainPlace, ...]
-    tables: tuple[tuple[tuple[Parameter, ...], ...], ...]
+    sizes: ParallelSizes
+    stages: tuple[tuple[Form, ...], ...]
     local: Mapping[str, torch.Tensor]
     pp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
-    tied: bool
+    expert_group: dist.ProcessGroup
 
     @property
     def at(self) -> TrainPlace:
@@ -47,23 +72,60 @@ class Trained:
         """Any parameter: all have its dtype and device."""
         return next(iter(self.local.values()))
 
-    def stage(self, pp: int) -> list[tuple[Parameter, ...]]:
-        """For each parameter of a stage its forms on the tensor-parallel ranks; a second copy of a tied embedding is
-        left out."""
-        forms = list(zip(*self.tables[pp], strict=True))
-        return [form for form in forms if not (self.tied and form[0].name == "output_layer.weight")]
+    def member(self, at: TrainPlace, expert: bool) -> int:
+        """Which part of a form a rank holds."""
+        return at.ep * self.sizes.etp + at.etp if expert else at.tp
+
+    def replica(self, at: TrainPlace, expert: bool) -> int:
+        """Number of a rank among those that hold the same part."""
+        return at.edp if expert else at.dp * self.sizes.cp + at.cp
+
+    def mine(self, form: Form) -> torch.Tensor:
+        """This rank's part, where it is on the stage."""
+        return self.local[form.parts[self.member(self.at, form.expert)].name].detach()
+
+    def group(self, expert: bool) -> tuple[dist.ProcessGroup, list[int]]:
+        """The gathering group, and which part each of its ranks holds."""
+        group = self.expert_group if expert else self.tp_group
+        return group, [self.member(self.places[rank], expert) for rank in dist.get_process_group_ranks(group)]
+
+    def stage_ranks(self) -> list[int]:
+        """The rank of this rank's pipeline on each stage."""
+        ranks = {self.places[rank].pp: rank for rank in dist.get_process_group_ranks(self.pp_group)}
+        return [ranks[pp] for pp in range(len(self.stages))]
 
 
-def parameter_tables(shape: ModelShape, sizes: ParallelSizes) -> tuple[tuple[tuple[Parameter, ...], ...], ...]:
-    """[pp][tp] -> the parameters of that place."""
-    stages = stage_layers(shape.num_layers, sizes.pp)
+def parameter_forms(shape: ModelShape, sizes: ParallelSizes) -> tuple[tuple[Form, ...], ...]:
+    """[pp] -> the parameters of that stage; a second copy of a tied embedding is left out."""
     return tuple(
         tuple(
-            stage_parameters(shape, tp=sizes.tp, tp_rank=tp, layers=layers, first=pp == 0, last=pp == sizes.pp - 1)
-            for tp in range(sizes.tp)
+            _stage_forms(shape, sizes, pp, layers, expert=False) + _stage_forms(shape, sizes, pp, layers, expert=True)
         )
-        for pp, layers in enumerate(stages)
+        for pp, layers in enumerate(stage_layers(shape.num_layers, sizes.pp))
     )
+
+
+def _stage_forms(shape: ModelShape, sizes: ParallelSizes, pp: int, layers: range, *, expert: bool) -> list[Form]:
+    places = [(0, ep, etp) for ep in range(sizes.ep) for etp in range(sizes.etp)] if expert else [
+        (tp, 0, 0) for tp in range(sizes.tp)
+    ]  # fmt: skip
+    tables = [
+        stage_parameters(
+            shape,
+            tp=sizes.tp,
+            tp_rank=tp,
+            layers=layers,
+            first=pp == 0,
+            last=pp == sizes.pp - 1,
+            shard=ExpertShard(sizes.ep, ep, sizes.etp, etp),
+        )
+        for tp, ep, etp in places
+    ]
+    forms = [Form(parts, expert) for parts in zip(*tables, strict=True)]
+    second = {"output_layer.weight"} if shape.tied else set()
+    return [
+        form for form in forms if (".experts." in form.parts[0].name) == expert and form.parts[0].name not in second
+    ]
 
 
 @dataclass
@@ -83,16 +145,15 @@ class Clock:
         self._since = now
 
 
-def whole_tensors(form: Sequence[Parameter], shards: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """The Hugging Face tensors of one parameter, from its shards on all tensor-parallel ranks (one for replicated ones)."""
-    pieces = [(piece, shard) for parameter, shard in zip(form, shards, strict=False) for piece in parameter.pieces]
+def whole_tensors(parts: Sequence[Parameter], shards: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """The Hugging Face tensors that these parts, held as `shards`, make up."""
+    pieces = [(piece, shard) for part, shard in zip(parts, shards, strict=True) for piece in part.pieces]
     sizes: dict[str, list[int]] = {}
     for piece, _ in pieces:
         ends = [stop for _, stop in piece.source]
         sizes[piece.tensor] = [max(pair) for pair in zip(ends, sizes.get(piece.tensor, ends), strict=True)]
-    if len(pieces) == 1 and len(sizes) == 1:
-        piece, shard = pieces[0]
-        return [(piece.tensor, _view(shard, piece.target))]
+    if len(pieces) == len(sizes):
+        return [(piece.tensor, _view(shard, piece.target)) for piece, shard in pieces]
     whole = {name: torch.empty(size, dtype=shards[0].dtype, device=shards[0].device) for name, size in sizes.items()}
     for piece, shard in pieces:
         _view(whole[piece.tensor], piece.source).copy_(_view(shard, piece.target))
@@ -104,7 +165,7 @@ def _view(tensor: torch.Tensor, box: Sequence[tuple[int, int]]) -> torch.Tensor:
 
 
 class PerTensorGather:
-    """Each parameter by itself: broadcast along the pipeline, gathered over tensor-parallel ranks, loaded."""
+    """Each parameter by itself: broadcast along the pipeline, gathered over the ranks that share it, loaded."""
 
     name = "per_tensor_gather"
 
@@ -114,37 +175,34 @@ class PerTensorGather:
     @torch.no_grad()
     def move(self) -> dict[str, float]:
         """Seconds by stage on this rank. Collective."""
-        trained = self._trained
-        clock = Clock(trained.example.device)
-        stages, ranks = len(trained.tables), dist.get_process_group_ranks(trained.pp_group)
-        tp_size = len(trained.tables[0])
-        for pp in range(stages):
-            for form in trained.stage(pp):
-                parameter = form[trained.at.tp]
-                if trained.at.pp == pp:
-                    shard = trained.local[parameter.name].detach()
-                else:
-                    shard = torch.empty(parameter.shape, dtype=trained.example.dtype, device=trained.example.device)
-                if stages > 1:
+        trained, example = self._trained, self._trained.example
+        clock, ranks = Clock(example.device), trained.stage_ranks()
+        for pp, forms in enumerate(trained.stages):
+            for form in forms:
+                shard = trained.mine(form) if trained.at.pp == pp else example.new_empty(form.shape)
+                if len(ranks) > 1:
                     dist.broadcast(shard, src=ranks[pp], group=trained.pp_group)
                     clock.lap("pp")
-                shards = [shard]
-                if tp_size > 1 and not parameter.replicated:
-                    shards = [torch.empty_like(shard) for _ in range(tp_size)]
-                    dist.all_gather(shards, shard, group=trained.tp_group)
-                    clock.lap("tp")
-                self._load(whole_tensors(form, shards))
+                group, members = trained.group(form.expert)
+                parts, shards = [form.parts[0]], [shard]
+                if len(members) > 1 and not form.replicated:
+                    parts = [form.parts[member] for member in members]
+                    shards = [torch.empty_like(shard) for _ in members]
+                    dist.all_gather(shards, shard, group=group)
+                    clock.lap("ep" if form.expert else "tp")
+                self._load(whole_tensors(parts, shards))
                 clock.lap("install")
         return clock.seconds
 
 
-def cut_forms(forms: Sequence[tuple[Parameter, ...]], max_elements: int) -> list[list[tuple[Parameter, ...]]]:
-    """Neighbouring parameters together up to `max_elements` over all their shards; a larger one stands alone."""
-    buckets: list[list[tuple[Parameter, ...]]] = []
+def cut_forms(forms: Sequence[Form], max_elements: int) -> list[list[Form]]:
+    """Neighbouring parameters together up to `max_elements` over all their parts; a larger one stands alone. Experts
+    and other parameters are never in one bucket."""
+    buckets: list[list[Form]] = []
     size = 0
     for form in forms:
-        elements = sum(prod(parameter.shape) for parameter in form)
-        if not buckets or size + elements > max_elements:
+        elements = form.numel * len(form.parts)
+        if not buckets or size + elements > max_elements or buckets[-1][0].expert != form.expert:
             buckets.append([])
             size = 0
         buckets[-1].append(form)
@@ -152,29 +210,30 @@ def cut_forms(forms: Sequence[tuple[Parameter, ...]], max_elements: int) -> list
     return buckets
 
 
-def _pack(trained: Trained, bucket: Sequence[tuple[Parameter, ...]], padded: int = 0) -> torch.Tensor:
-    """This rank's shards of a bucket, flat, followed by padding up to `padded` elements."""
-    parts = [trained.local[form[trained.at.tp].name].detach().reshape(-1) for form in bucket]
+def _pack(trained: Trained, bucket: Sequence[Form], padded: int = 0) -> torch.Tensor:
+    """This rank's parts of a bucket, flat, followed by padding up to `padded` elements."""
+    parts = [trained.mine(form).reshape(-1) for form in bucket]
     missing = padded - sum(part.numel() for part in parts)
     if missing > 0:
         parts.append(trained.example.new_zeros(missing))
     return torch.cat(parts)
 
 
-def _unpack(bucket: Sequence[tuple[Parameter, ...]], flat: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Whole tensors of a bucket from the packed shards of all tensor-parallel ranks."""
+def _unpack(
+    bucket: Sequence[Form], members: Sequence[int], flat: Sequence[torch.Tensor]
+) -> list[tuple[str, torch.Tensor]]:
+    """Whole tensors of a bucket from the packed parts of these members."""
     found, offset = [], 0
     for form in bucket:
-        count = prod(form[0].shape)
-        used = flat[:1] if form[0].replicated else flat
-        shards = [shard[offset : offset + count].view(form[0].shape) for shard in used]
-        found += whole_tensors(form, shards)
-        offset += count
+        used = 1 if form.replicated else len(members)
+        shards = [shard[offset : offset + form.numel].view(form.shape) for shard in flat[:used]]
+        found += whole_tensors([form.parts[member] for member in members[:used]], shards)
+        offset += form.numel
     return found
 
 
 class BucketedGather:
-    """Many parameters at a time: packed, broadcast along the pipeline, gathered over tensor-parallel ranks, loaded.
+    """Many parameters at a time: packed, broadcast along the pipeline, gathered over the ranks that share them, loaded.
 
     A bucket has at most `bucket_bytes` of whole tensors.
     """
@@ -184,39 +243,37 @@ class BucketedGather:
     def __init__(self, trained: Trained, load_weights: Loader, bucket_bytes: int) -> None:
         self._trained, self._load = trained, load_weights
         limit = bucket_bytes // trained.example.element_size()
-        self._buckets = [
-            (pp, bucket) for pp in range(len(trained.tables)) for bucket in cut_forms(trained.stage(pp), limit)
-        ]
+        self._buckets = [(pp, bucket) for pp, forms in enumerate(trained.stages) for bucket in cut_forms(forms, limit)]
 
     @torch.no_grad()
     def move(self) -> dict[str, float]:
         """Seconds by stage on this rank. Collective."""
-        trained, tp_size = self._trained, len(self._trained.tables[0])
-        clock = Clock(trained.example.device)
-        ranks = dist.get_process_group_ranks(trained.pp_group)
+        trained, clock = self._trained, Clock(self._trained.example.device)
+        ranks = trained.stage_ranks()
         for pp, bucket in self._buckets:
-            count = sum(prod(form[0].shape) for form in bucket)
+            count, expert = sum(form.numel for form in bucket), bucket[0].expert
             if trained.at.pp == pp:
                 packed = _pack(trained, bucket)
                 clock.lap("pack")
             else:
                 packed = trained.example.new_empty(count)
-            if len(trained.tables) > 1:
+            if len(ranks) > 1:
                 dist.broadcast(packed, src=ranks[pp], group=trained.pp_group)
                 clock.lap("pp")
+            group, members = trained.group(expert)
             flat = [packed]
-            if tp_size > 1:
-                gathered = packed.new_empty(tp_size * count)
-                dist.all_gather_into_tensor(gathered, packed, group=trained.tp_group)
-                flat = list(gathered.view(tp_size, count))
-                clock.lap("tp")
-            self._load(_unpack(bucket, flat))
+            if len(members) > 1:
+                gathered = packed.new_empty(len(members) * count)
+                dist.all_gather_into_tensor(gathered, packed, group=group)
+                flat = list(gathered.view(len(members), count))
+                clock.lap("ep" if expert else "tp")
+            self._load(_unpack(bucket, members, flat))
             clock.lap("install")
         return clock.seconds
 
 
 class GatherAll:
-    """One gather over all ranks: each contributes its own part of its own stage's parameters, replicas sharing a shard.
+    """One gather over all ranks: each contributes its own part of its own stage's parameters, replicas sharing a part.
 
     Bucket n has the n-th parameters of every stage. Stages list large parameters first, so that embedding and head
     travel together and little is padding. A bucket has at most `bucket_bytes` of whole tensors, or one parameter of
@@ -227,46 +284,49 @@ class GatherAll:
 
     def __init__(self, trained: Trained, load_weights: Loader, bucket_bytes: int) -> None:
         self._trained, self._load = trained, load_weights
-        limit = bucket_bytes // trained.example.element_size() // len(trained.tables)
-        self._replicas = 1 + max(self._replica(place) for place in trained.places)
-        stages = [
-            cut_forms(sorted(trained.stage(pp), key=lambda form: -prod(form[0].shape)), limit)
-            for pp in range(len(trained.tables))
-        ]
-        count = max(map(len, stages))
-        self._buckets = list(zip(*(stage + [[]] * (count - len(stage)) for stage in stages), strict=True))
+        limit = bucket_bytes // trained.example.element_size() // len(trained.stages)
+        self._buckets: list[tuple[bool, list[list[Form]]]] = []
+        for expert in (False, True):
+            stages = [self._cut(forms, expert, limit) for forms in trained.stages]
+            count = max(map(len, stages))
+            padded = [stage + [[]] * (count - len(stage)) for stage in stages]
+            self._buckets += [(expert, list(bucket)) for bucket in zip(*padded, strict=True)]
 
-    def _replica(self, place: TrainPlace) -> int:
-        sizes = 1 + max(other.cp for other in self._trained.places)
-        return place.dp * sizes + place.cp
+    def _cut(self, forms: Sequence[Form], expert: bool, limit: int) -> list[list[Form]]:
+        wanted = [form for form in forms if form.expert == expert]
+        return cut_forms(sorted(wanted, key=lambda form: -form.numel), limit)
 
     @torch.no_grad()
     def move(self) -> dict[str, float]:
         """Seconds by stage on this rank. Collective."""
         trained, world = self._trained, len(self._trained.places)
         clock = Clock(trained.example.device)
-        for bucket in self._buckets:
-            counts = [sum(prod(form[0].shape) for form in part) for part in bucket]
-            share = -(-max(counts) // self._replicas)
-            packed = _pack(trained, bucket[trained.at.pp], share * self._replicas)
-            mine = packed.view(self._replicas, share)[self._replica(trained.at)].contiguous()
+        for expert, bucket in self._buckets:
+            replicas = 1 + max(trained.replica(place, expert) for place in trained.places)
+            share = -(-max(sum(form.numel for form in forms) for forms in bucket) // replicas)
+            packed = _pack(trained, bucket[trained.at.pp], share * replicas)
+            mine = packed.view(replicas, share)[trained.replica(trained.at, expert)].contiguous()
             clock.lap("pack")
             gathered = packed.new_empty(world * share)
             dist.all_gather_into_tensor(gathered, mine)
             clock.lap("gather")
-            self._load(self._whole(bucket, list(gathered.view(world, share))))
+            self._load(self._whole(expert, bucket, list(gathered.view(world, share))))
             clock.lap("install")
         return clock.seconds
 
-    def _whole(self, bucket: Sequence[Any], shares: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    def _whole(
+        self, expert: bool, bucket: Sequence[Sequence[Form]], shares: Sequence[torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor]]:
+        trained = self._trained
         parts: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        for place, share in zip(self._trained.places, shares, strict=True):
-            parts.setdefault((place.pp, place.tp), {})[self._replica(place)] = share
+        for place, share in zip(trained.places, shares, strict=True):
+            parts.setdefault((place.pp, trained.member(place, expert)), {})[trained.replica(place, expert)] = share
+        members = sorted({member for _, member in parts})
         found = []
         for pp, forms in enumerate(bucket):
             flat = []
-            for tp in range(len(self._trained.tables[0])):
-                of_replica = [share for _, share in sorted(parts[pp, tp].items())]
+            for member in members:
+                of_replica = [share for _, share in sorted(parts[pp, member].items())]
                 flat.append(of_replica[0] if len(of_replica) == 1 else torch.cat(of_replica))
-            found += _unpack(forms, flat)
+            found += _unpack(forms, members, flat)
         return found

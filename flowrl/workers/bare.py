@@ -36,9 +36,7 @@ def build_bare(
     shape: ModelShape, sizes: ParallelSizes, places: Sequence[RankPlace], *, dtype: str, device: torch.device
 ) -> BareModel:
     """The part of this rank, weights undefined. Collective."""
-    layout = TrainLayout(
-        tp=sizes.tp, pp=sizes.pp, vpp=1, first_stage_layers=None, cp=1, ep=sizes.ep, etp=sizes.etp
-    )
+    layout = TrainLayout(tp=sizes.tp, pp=sizes.pp, vpp=1, first_stage_layers=None, cp=1, ep=sizes.ep, etp=sizes.etp)
     config = EngineConfig(layout=layout, dtype=dtype, tokens_per_microbatch=1)  # type: ignore[arg-type]
     at = places[dist.get_rank()].train
     assert at is not None, "every rank trains"

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowrl.resharding.baselines import BucketedGather, GatherAll, PerTensorGather, Trained, parameter_tables
-from flowrl.resharding.families import hf_tensors
-from flowrl.resharding.layouts import Layouts, common_places
+from flowrl.resharding.baselines import BucketedGather, GatherAll, PerTensorGather, Trained, parameter_forms
+from flowrl.resharding.families import hf_tensors, padded_vocab_size
+from flowrl.resharding.layouts import Layouts, common_places, rollout_places, train_places
 from flowrl.resharding.measure.job import Job
 from flowrl.resharding.measure.options import FLOWRL
 from flowrl.resharding.measure.rounds import Engine, Mover, as_json, gather, make_row, observe, slowest, time_moves
 from flowrl.resharding.measure.truth import IndexCoded, Truth, differs, fill
-from flowrl.resharding.ranks import ParallelSizes, RankPlace, RolloutPlace, TrainPlace, grid
+from flowrl.resharding.ranks import ParallelSizes, RankPlace, TrainPlace, grid
 from flowrl.resharding.recorder import Recording, place_of, record
 from flowrl.resharding.regions import DTYPE_BYTES, bound_bytes
 from flowrl.resharding.transfer import BUCKET_BYTES, Transfer
@@ -39,23 +39,9 @@ class _Folder:
         return self._folder.read(name, box).to(dtype)
 
 
-def consecutive(world: int, train: ParallelSizes, rollout: ParallelSizes) -> list[RankPlace]:
-    """Both sides by themselves: Megatron-core's order (tp, dp, pp) and vLLM's (tp, pp, replica), fastest first."""
-    replicas = world // (train.tp * train.pp)
-    places = []
-    for rank in range(world):
-        rest, tp = divmod(rank, train.tp)
-        pp, dp = divmod(rest, replicas)
-        inside = rank % (world // train.pp)
-        engine, column = divmod(rank, rollout.tp)
-        places.append(
-            RankPlace(
-                rank,
-                TrainPlace(tp=tp, cp=0, dp=dp, pp=pp, etp=0, ep=0, edp=inside),
-                RolloutPlace(tp=column, pp=engine % rollout.pp, replica=engine // rollout.pp),
-            )
-        )
-    return places
+def consecutive(world: int, train: ParallelSizes, rollout: ParallelSizes) -> tuple[RankPlace, ...]:
+    """Both sides by themselves: Megatron-core's order and vLLM's."""
+    return Layouts.join(train, train_places(world, train), rollout, rollout_places(world, rollout)).places
 
 
 @dataclass(frozen=True)
@@ -116,9 +102,10 @@ class _Bench:
         """Enough for any rank's part of any model that takes turns in it."""
         largest: int = max(gather(bare.num_elements(self.nested.shard)))
         if "megatron_refit" in self.job.engines:
-            tables = parameter_tables(self.job.shape, self.job.rollout)
-            parts = [sum(torch.Size(p.shape).numel() for p in table) for stage in tables for table in stage]
-            largest = max(largest, *parts)
+            shape, stages = self.job.shape, parameter_forms(self.job.shape, self.job.rollout)
+            # A tied head has a copy of its own on the last stage.
+            second = padded_vocab_size(shape.vocab_size, self.job.rollout.tp) * shape.hidden_size if shape.tied else 0
+            largest = max(largest, second + max(sum(form.numel for form in stage) for stage in stages))
         return largest
 
     def _side(self, places: Sequence[RankPlace], other: _Side | None) -> _Side:
@@ -131,7 +118,9 @@ class _Bench:
             self._write(trainer)
         at = places[self.rank].rollout
         assert at is not None, "every rank generates"
-        spec = ShardSpec(job.folder, job.dtype, job.rollout.tp, at.tp, job.rollout.pp, at.pp)
+        spec = ShardSpec(
+            job.folder, job.dtype, job.rollout.tp, at.tp, job.rollout.pp, at.pp, expert_parallel=job.rollout.ep > 1
+        )
         shard = build_shard(spec, self.device)
         parameters = dict(shard.named_parameters())
         recording = record(shard.load_weights, parameters, self.tensors)  # type: ignore[arg-type]
@@ -196,11 +185,12 @@ class _Bench:
         places = tuple(place.train for place in side.places if place.train is not None)
         return Trained(
             places=places,
-            tables=parameter_tables(self.job.shape, self.job.train),
+            sizes=self.job.train,
+            stages=parameter_forms(self.job.shape, self.job.train),
             local={name: parameter.data for name, parameter in side.trainer.parameters.items()},
             pp_group=side.trainer.groups.pp,
             tp_group=side.trainer.groups.tp,
-            tied=self.job.shape.tied,
+            expert_group=side.trainer.groups.tp_ep,
         )
 
     def _refit(self) -> Engine:

@@ -20,7 +20,10 @@ _STATE = "vllm.distributed.parallel_state"
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Which part: tensor-parallel place `tp_rank` of `tp` on pipeline stage `pp_rank` of `pp`."""
+    """Which part: tensor-parallel place `tp_rank` of `tp` on pipeline stage `pp_rank` of `pp`.
+
+    `expert_parallel`: whole experts, spread over the tensor-parallel places, instead of slices of all.
+    """
 
     model_path: str
     dtype: str
@@ -28,6 +31,7 @@ class ShardSpec:
     tp_rank: int
     pp: int
     pp_rank: int
+    expert_parallel: bool
 
 
 class _Group:
@@ -73,6 +77,7 @@ def build_shard(spec: ShardSpec, device: torch.device) -> torch.nn.Module:
         tensor_parallel_size=spec.tp,
         pipeline_parallel_size=spec.pp,
         distributed_executor_backend="external_launcher",
+        enable_expert_parallel=spec.expert_parallel,
     )
     loaded = importlib.import_module("vllm.model_executor.model_loader.utils").initialize_model
     use = importlib.import_module("vllm.config").set_current_vllm_config

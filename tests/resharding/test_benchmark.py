@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flowrl.resharding import benchmark
-from flowrl.resharding.baselines import cut_forms, parameter_tables, whole_tensors
+from flowrl.resharding.baselines import cut_forms, parameter_forms, whole_tensors
 from flowrl.resharding.families import HFTensor, hf_tensors
 from flowrl.resharding.measure import report
 from flowrl.resharding.measure.options import (
@@ -78,7 +78,7 @@ def test_options_have_defaults_and_a_list_of_layouts() -> None:
         ("world=6", "6 ranks cannot be cut into train tp x cp x pp = 8"),
         ("train=tp4pq2", "'pq2' is no size"),
         ("train=tp2dp2", "2 x dp=2 ranks and world=8"),
-        ("train=tp4ep2", "the benchmark runs tp, pp and dp"),
+        ("train=tp4cp2", "the benchmark runs tp, pp, ep, etp and dp"),
         ("rollout=tp3", "8 ranks cannot be cut into rollout tp x pp = 3"),
         ("against=verl", "no baseline 'verl'; known: all, per_tensor_gather"),
         ("repeat=x", "repeat=x must be a whole number"),
@@ -99,7 +99,8 @@ def test_a_wrong_word_is_named(word: str, message: str) -> None:
     [
         ([], "missing: world=..., model=..., train=..., rollout=..., out=..."),
         (with_word("model=nowhere"), "neither a folder nor a named shape"),
-        (with_word("model=qwen3-moe-tiny"), "has experts; the benchmark runs dense models"),
+        (with_word("model=deepseek-v3"), "cannot be built here"),
+        ([*GIVEN[:2], "train=tp4ep2", *GIVEN[3:]], "train tp4ep2: "),
         (with_word("model=llama-70b"), "this machine has"),
         ([*with_word("device=cuda"), "repeat=1"], "device=cuda needs a GPU for each of world=8 ranks"),
     ],
@@ -115,7 +116,7 @@ def test_bad_input_exits_2_with_one_message(
 
 def test_layouts_that_do_not_cut_the_model_are_refused() -> None:
     options = parse_options(with_word("rollout=tp8"))
-    with pytest.raises(ValueError, match="layout tp4pp2: tp=4 does not divide"):
+    with pytest.raises(ValueError, match="train tp4pp2: tp=4 does not divide"):
         check_model(replace(TINY, heads=6, kv_heads=2), options)
     with pytest.raises(ValueError, match="5 layers cannot be cut into 2"):
         check_model(replace(TINY, num_layers=5), options)
@@ -147,33 +148,40 @@ def test_coded_values_depend_on_tensor_and_index_only(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize(
-    "shape", [TINY, replace(TINY, tied=True, qkv_bias=True, kv_heads=2), replace(TINY, qk_norm=True)]
+    ("shape", "sizes"),
+    [
+        (TINY, ParallelSizes()),
+        (TINY, ParallelSizes(tp=4, pp=2)),
+        (replace(TINY, tied=True, qkv_bias=True, kv_heads=2), ParallelSizes(tp=4, pp=2)),
+        (replace(TINY, qk_norm=True), ParallelSizes(tp=2, pp=4)),
+        (SHAPES["qwen3-moe-tiny"], ParallelSizes(tp=2, ep=4)),
+        (SHAPES["mixtral-tiny"], ParallelSizes(pp=2, ep=2, etp=2)),
+    ],
 )
-@pytest.mark.parametrize("sizes", [ParallelSizes(), ParallelSizes(tp=4, pp=2)])
 def test_baselines_put_whole_tensors_together_from_shards(shape: Any, sizes: ParallelSizes) -> None:
     tensors = hf_tensors(shape)
     truth = IndexCoded(tensors)
     found: dict[str, torch.Tensor] = {}
-    for stage in parameter_tables(shape, sizes):
-        for form in zip(*stage, strict=True):
-            shards = [torch.zeros(parameter.shape) for parameter in form]
-            for parameter, shard in zip(form, shards, strict=True):
-                for piece in parameter.pieces:
-                    view = shard[tuple(slice(*interval) for interval in piece.target)]
-                    fill(view, truth, piece.tensor, piece.source)
-            found |= dict(whole_tensors(form, shards[:1] if form[0].replicated else shards))
+    for form in (form for stage in parameter_forms(shape, sizes) for form in stage):
+        shards = [torch.zeros(parameter.shape) for parameter in form.parts]
+        for parameter, shard in zip(form.parts, shards, strict=True):
+            for piece in parameter.pieces:
+                view = shard[tuple(slice(*interval) for interval in piece.target)]
+                fill(view, truth, piece.tensor, piece.source)
+        used = 1 if form.replicated else len(shards)
+        found |= dict(whole_tensors(form.parts[:used], shards[:used]))
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {t.name: t.shape for t in tensors}
     for name, tensor in found.items():
         assert not differs(tensor, truth, name, tuple((0, size) for size in tensor.shape))
 
 
 def test_baselines_buckets_hold_every_parameter_once_and_not_too_much() -> None:
-    forms = list(zip(*parameter_tables(TINY, ParallelSizes(tp=2))[0], strict=True))
+    forms = parameter_forms(SHAPES["qwen3-moe-tiny"], ParallelSizes(tp=2, ep=4))[0]
     buckets = cut_forms(forms, 20_000)
-    assert [form for bucket in buckets for form in bucket] == forms
-    sizes = [[sum(prod(p.shape) for p in form) for form in bucket] for bucket in buckets]
+    assert [form for bucket in buckets for form in bucket] == list(forms)
+    sizes = [[form.numel * len(form.parts) for form in bucket] for bucket in buckets]
     assert all(sum(bucket) <= 20_000 or len(bucket) == 1 for bucket in sizes)
-    assert all(sum(a) + b[0] > 20_000 for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(len({form.expert for form in bucket}) == 1 for bucket in buckets)
 
 
 def seen(received: int, bound: int, **other: Any) -> Seen:

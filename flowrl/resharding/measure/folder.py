@@ -13,11 +13,13 @@ MODEL_TYPES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
 }
 
 
 def write_config(folder: Path, shape: ModelShape, dtype: str) -> Path:
-    """Write `config.json` for a dense shape and return the folder. Error: `ValueError` for another architecture."""
+    """Write `config.json` for a shape and return the folder. Error: `ValueError` for another architecture."""
     if shape.architecture not in MODEL_TYPES:
         raise ValueError(f"no config of {shape.architecture}; known: {', '.join(MODEL_TYPES)}")
     config: dict[str, Any] = dict(
@@ -37,5 +39,12 @@ def write_config(folder: Path, shape: ModelShape, dtype: str) -> Path:
         hidden_act="silu",
         torch_dtype=dtype,
     )
+    if shape.num_experts:
+        config |= {"num_experts_per_tok": shape.experts_per_token}
+        if shape.architecture == "MixtralForCausalLM":
+            config |= {"num_local_experts": shape.num_experts, "intermediate_size": shape.expert_ffn_size}
+        else:
+            config |= {"num_experts": shape.num_experts, "moe_intermediate_size": shape.expert_ffn_size}
+            config |= {"norm_topk_prob": shape.norm_topk_prob, "decoder_sparse_step": 1, "mlp_only_layers": []}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -12,6 +12,7 @@ PRELOAD = (
     "vllm.engine.arg_utils",
     "vllm.model_executor.model_loader.utils",
     "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.qwen3_moe",
 )
 """Modules that the server imports before it forks the processes."""
 

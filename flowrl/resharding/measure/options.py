@@ -8,18 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.resharding.families import check_tensor_parallel, stage_layers
+from flowrl.resharding.families import stage_layers
+from flowrl.resharding.needs import check_rollout
 from flowrl.resharding.plan.options import Layout, parse_layout
-from flowrl.resharding.ranks import check_world
+from flowrl.resharding.plan.tables import check_train
+from flowrl.resharding.ranks import ParallelSizes, check_world
 from flowrl.resharding.regions import DTYPE_BYTES
+from flowrl.resharding.shapes import LatentShape
 
 FLOWRL = "flowrl"
 BASELINES = ("per_tensor_gather", "bucketed_gather", "vanilla_grouping", "gather_all", "megatron_refit")
 KEYS = {
     "world": "ranks, each a process; training and generation share them",
     "model": "a named shape (weights coded by index) or a Hugging Face folder",
-    "train": "for example tp4pp2; sizes tp, pp and, if you like, dp",
-    "rollout": "for example tp2,tp4,tp2pp2; sizes tp, pp and, if you like, dp",
+    "train": "for example tp4pp2 or tp2ep4; sizes tp, pp, ep, etp and, if you like, dp",
+    "rollout": "for example tp2,tp2pp2,tp4ep4; sizes tp, pp, ep (1 or tp) and, if you like, dp",
     "against": f"baselines to run beside flowrl: all, or some of {','.join(BASELINES)} (none)",
     "repeat": "timed moves of every engine (10)",
     "dtype": "of weights on both sides: bfloat16 (default) or float32",
@@ -111,9 +114,10 @@ def _baselines(text: str) -> tuple[str, ...]:
 
 def _check_layout(layout: Layout, world: int) -> None:
     sizes = layout.sizes
-    if sizes.cp > 1 or sizes.vpp > 1 or sizes.ep > 1 or sizes.etp > 1:
+    if sizes.cp > 1 or sizes.vpp > 1:
         raise ValueError(
-            f"layout {layout.text}: the benchmark runs tp, pp and dp; python -m flowrl.resharding.plan predicts the rest"
+            f"layout {layout.text}: the benchmark runs tp, pp, ep, etp and dp; python -m flowrl.resharding.plan predicts "
+            f"the rest"
         )
     if layout.replicas is not None and layout.replicas * layout.model_ranks != world:
         raise ValueError(
@@ -122,30 +126,39 @@ def _check_layout(layout: Layout, world: int) -> None:
 
 
 def check_model(shape: ModelShape, options: BenchmarkOptions) -> None:
-    """Errors: `ValueError` with the numbers where the model has experts or cannot be cut by one of the layouts."""
-    if shape.num_experts or shape.architecture.startswith("Deepseek"):
+    """Errors: `ValueError` with the numbers where the model cannot be built or cut by one of the layouts."""
+    if isinstance(shape, LatentShape):
         raise ValueError(
-            f"model={options.model} ({shape.architecture}) has experts; the benchmark runs dense models, and "
-            f"python -m flowrl.resharding.plan predicts moves of the others"
+            f"model={options.model} ({shape.architecture}) cannot be built here; python -m flowrl.resharding.plan predicts "
+            f"its moves"
         )
+    check_train(shape, options.train.sizes)
     stage_layers(shape.num_layers, options.train.sizes.pp)
-    for layout in (options.train, *options.rollouts):
-        try:
-            check_tensor_parallel(shape, layout.sizes.tp)
-        except ValueError as error:
-            raise ValueError(f"layout {layout.text}: {error}") from None
-        if layout.sizes.pp > shape.num_layers:
-            raise ValueError(f"layout {layout.text}: pp is more than the model's {shape.num_layers} layers")
+    for layout in options.rollouts:
+        check_rollout(shape, layout.sizes)
 
 
-def shard_bytes(shape: ModelShape, layout: Layout, dtype: str) -> int:
-    """Bytes of a rank's shard, embedding and head spread evenly."""
-    return shape.num_parameters * DTYPE_BYTES[dtype] // layout.model_ranks
+def _shard_bytes(shape: ModelShape, options: BenchmarkOptions, sizes: ParallelSizes, experts_over: int) -> int:
+    """Bytes of a rank's shard with experts cut or spread over so many ranks; embedding and head are spread evenly."""
+    experts = shape.num_layers * shape.num_experts * 3 * shape.hidden_size * shape.expert_ffn_size
+    elements = (shape.num_parameters - experts) // sizes.tp + experts // experts_over
+    return elements // sizes.pp * DTYPE_BYTES[options.dtype]
+
+
+def train_bytes(shape: ModelShape, options: BenchmarkOptions) -> int:
+    """Bytes of a rank's training shard."""
+    sizes = options.train.sizes
+    return _shard_bytes(shape, options, sizes, sizes.ep * sizes.etp)
+
+
+def rollout_bytes(shape: ModelShape, options: BenchmarkOptions, rollout: Layout) -> int:
+    """Bytes of a rank's generation shard."""
+    return _shard_bytes(shape, options, rollout.sizes, rollout.sizes.tp)
 
 
 def needed_bytes(shape: ModelShape, options: BenchmarkOptions, rollout: Layout) -> int:
     """Memory of all ranks together while nothing moves."""
-    shards = shard_bytes(shape, options.train, options.dtype) + shard_bytes(shape, rollout, options.dtype)
+    shards = train_bytes(shape, options) + rollout_bytes(shape, options, rollout)
     return options.world * (shards + PROCESS_BYTES)
 
 
@@ -153,7 +166,7 @@ def check_memory(shape: ModelShape, options: BenchmarkOptions, rollout: Layout, 
     """Error: `ValueError` with the arithmetic where the processes of one host do not fit its memory."""
     needed = needed_bytes(shape, options, rollout)
     if needed > memory_bytes:
-        parts = [shard_bytes(shape, layout, options.dtype) / 1e9 for layout in (options.train, rollout)]
+        parts = [train_bytes(shape, options) / 1e9, rollout_bytes(shape, options, rollout) / 1e9]
         raise ValueError(
             f"{options.model} from {options.train.text} to {rollout.text}: {options.world} ranks x ({parts[0]:.2f} GB "
             f"trained + {parts[1]:.2f} GB generating + {PROCESS_BYTES / 1e9:.2f} GB) = {needed / 1e9:.1f} GB, and this machine has "
@@ -167,14 +180,16 @@ def refit_refusal(shape: ModelShape, options: BenchmarkOptions, rollout: Layout,
     It allocates a receive buffer for every piece of the new model and a second one in its gloo transport, all at once:
     twice the generation shards beside both models. (Contiguous copies of sent columns come on top.)
     """
+    if shape.num_experts:
+        return "its planner numbers experts by the names of grouped matrices, which need Transformer Engine"
     if shape.tied and rollout.sizes.pp > 1 and options.train.sizes.pp == 1:
         return "a tied head on its own pipeline stage has no source of its name in a model of one stage"
-    extra = 2 * options.world * shard_bytes(shape, rollout, options.dtype)
+    extra = 2 * options.world * rollout_bytes(shape, options, rollout)
     needed = needed_bytes(shape, options, rollout) + extra
     if needed > memory_bytes:
         return (
             f"needs {needed_bytes(shape, options, rollout) / 1e9:.1f} GB for both models + 2 x {options.world} x "
-            f"{shard_bytes(shape, rollout, options.dtype) / 1e9:.2f} GB of buffers alive at once = {needed / 1e9:.1f} GB, and this "
+            f"{rollout_bytes(shape, options, rollout) / 1e9:.2f} GB of buffers alive at once = {needed / 1e9:.1f} GB, and this "
             f"machine has {memory_bytes / 1e9:.1f} GB"
         )
     return None
