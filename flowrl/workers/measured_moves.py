@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,10 +157,10 @@ class _Bench:
             other = flowrl_engine(self.job, side)
             return self._onto(side, name, other, time.perf_counter() - start, other.fingerprint)
         mover = self._gatherer(name)
-        return self._onto(self.nested, name, mover, time.perf_counter() - start, self.own.fingerprint)
+        return self._onto(self.nested, name, mover, time.perf_counter() - start, None)
 
     def _onto(
-        self, side: _Side, name: str, mover: Mover, plan_seconds: float, fingerprint: Callable[[], bool]
+        self, side: _Side, name: str, mover: Mover, plan_seconds: float, fingerprint: Callable[[], bool] | None
     ) -> Engine:
         """An engine that writes the vLLM parameters of `side`; its bound is that of flowrl's own numbering."""
 
@@ -222,12 +223,23 @@ class _Bench:
         return [self.arena.memory] + [p.data for side in self.sides for p in side.trainer.parameters.values()]
 
 
+def _say(line: str) -> None:
+    """Progress, from one rank."""
+    if dist.get_rank() == 0:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
 def run_job(job: Job) -> list[tuple[dict[str, Any], list[float]]]:
     """On rank 0 a (row, seconds of the slowest rank by round) per engine; elsewhere nothing. Collective."""
     bench = _Bench(job)
     engines = [bench.engine(name) for name in job.engines]
     gc.collect()
-    seen = {engine.name: gather(observe(engine, bench.existing())) for engine in engines}
+    seen = {}
+    for engine in engines:
+        start = time.perf_counter()
+        seen[engine.name] = gather(observe(engine, bench.existing()))
+        _say(f"{engine.name} to {job.rollout_text}: metered and checked in {time.perf_counter() - start:.1f} s")
     timed = time_moves(engines, job.repeat, bench.device)
     labels = dict(model=job.model, world=job.world, train=job.train_text, rollout=job.rollout_text)
     rows = []

@@ -28,7 +28,7 @@ class Mover(Protocol):
 @dataclass(frozen=True)
 class Engine:
     """`check` says on this rank whether what was written is bit for bit right; `fingerprint` runs the checksums of
-    trainer and engine and says whether they agree, None where there is nothing that they apply to."""
+    trainer and engine and says whether they agree, None for a way of moving that proves nothing."""
 
     name: str
     mover: Mover
