@@ -1,0 +1,148 @@
+"""`python -m flowrl.resharding.benchmark`: weight moves measured over real processes, against other ways of moving."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from flowrl.config.machine import find_machine
+from flowrl.config.model_shape import ModelShape
+from flowrl.resharding.measure import report
+from flowrl.resharding.measure.folder import write_config
+from flowrl.resharding.measure.job import PRELOAD, RUN, Job
+from flowrl.resharding.measure.options import (
+    FLOWRL,
+    USAGE,
+    BenchmarkOptions,
+    check_memory,
+    check_model,
+    parse_options,
+    refit_refusal,
+)
+from flowrl.resharding.measure.processes import RankFailed, run_ranks
+from flowrl.resharding.measure.report import Measured
+from flowrl.resharding.plan.options import Layout
+from flowrl.resharding.shapes import SHAPES, planned_shape
+from flowrl.workers.environment import process_environment
+
+EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+WIDTH = 190
+"""Columns of output that goes to no terminal."""
+
+Skipped = list[dict[str, str]]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 0; 1 where a rank failed or a result was wrong; 2 for bad input, with one message on stderr."""
+    if any(argument in ("-h", "--help") for argument in arguments):
+        sys.stdout.write(f"{USAGE}\nNamed shapes: {', '.join(SHAPES)}\n")
+        return 0
+    try:
+        options = parse_options(arguments)
+        shape = planned_shape(options.model)
+        device = _device(options)
+        _check(shape, options, device)
+        options.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_BAD_INPUT
+    # The processes inherit these; they must be there before the first of them starts.
+    os.environ.update(process_environment(device, options.world))
+    # Megatron-core warns in every process of optional packages that flowrl does without.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    try:
+        measured, skipped = measure(shape, options, device)
+    except RankFailed as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_FAILED
+    title = f"{options.model}, {options.dtype}, trained {options.train.text} on {options.world} ranks"
+    report.write(options.out, title, report.results(measured, skipped, device), measured)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(report.console_table(title, measured))
+    for one in skipped:
+        console.print(f"not run: {one['engine']} to {one['rollout']}: {one['reason']}", highlight=False)
+    return _verdict(measured)
+
+
+def _verdict(measured: Sequence[Measured]) -> int:
+    wrong = [
+        f"{row['engine']} to {row['rollout']}"
+        for row, _ in measured
+        if not row["bit_exact"] or row["fingerprint_ok"] is False
+    ]
+    if wrong:
+        sys.stderr.write(f"error: not the trainer's weights, bit for bit: {', '.join(wrong)}\n")
+        return EXIT_FAILED
+    return 0
+
+
+def _device(options: BenchmarkOptions) -> str:
+    gpus = find_machine().gpus
+    if options.device == "cuda" and gpus < options.world:
+        raise ValueError(f"device=cuda needs a GPU for each of world={options.world} ranks and there are {gpus}")
+    return options.device or ("cuda" if gpus >= options.world else "cpu")
+
+
+def _memory_bytes(options: BenchmarkOptions, device: str) -> int:
+    machine = find_machine()
+    return machine.gpu_memory_bytes * options.world if device == "cuda" else machine.memory_bytes
+
+
+def _check(shape: ModelShape, options: BenchmarkOptions, device: str) -> None:
+    check_model(shape, options)
+    for rollout in options.rollouts:
+        check_memory(shape, options, rollout, _memory_bytes(options, device))
+
+
+def measure(shape: ModelShape, options: BenchmarkOptions, device: str) -> tuple[list[Measured], Skipped]:
+    """Every engine on every layout; processes are fresh for each layout. Error: `RankFailed`."""
+    measured: list[Measured] = []
+    skipped: Skipped = []
+    with tempfile.TemporaryDirectory() as scratch:
+        coded = options.model in SHAPES
+        folder = write_config(Path(scratch), shape, options.dtype) if coded else Path(options.model).expanduser()
+        for rollout in options.rollouts:
+            engines = [FLOWRL, *options.against]
+            refusal = refit_refusal(shape, options, rollout, _memory_bytes(options, device))
+            if refusal is not None and "megatron_refit" in engines:
+                engines.remove("megatron_refit")
+                skipped.append({"engine": "megatron_refit", "rollout": rollout.text, "reason": refusal})
+            job = _job(shape, options, rollout, device, str(folder), coded, tuple(engines))
+            backend = "nccl" if device == "cuda" else "gloo"
+            measured += run_ranks(options.world, backend, PRELOAD, RUN, job)[0]
+    return measured, skipped
+
+
+def _job(
+    shape: ModelShape,
+    options: BenchmarkOptions,
+    rollout: Layout,
+    device: str,
+    folder: str,
+    coded: bool,
+    engines: tuple[str, ...],
+) -> Job:
+    return Job(
+        model=options.model,
+        shape=shape,
+        folder=folder,
+        coded=coded,
+        world=options.world,
+        train=options.train.sizes,
+        rollout=rollout.sizes,
+        train_text=options.train.text,
+        rollout_text=rollout.text,
+        engines=engines,
+        repeat=options.repeat,
+        dtype=options.dtype,
+        device=device,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

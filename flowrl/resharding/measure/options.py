@@ -1,0 +1,195 @@
+"""The words of the benchmark's command line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrl.config.model_shape import ModelShape
+from flowrl.resharding.families import stage_layers
+from flowrl.resharding.needs import check_rollout
+from flowrl.resharding.plan.options import Layout, parse_layout
+from flowrl.resharding.plan.tables import check_train
+from flowrl.resharding.ranks import ParallelSizes, check_world
+from flowrl.resharding.regions import DTYPE_BYTES
+from flowrl.resharding.shapes import LatentShape
+
+FLOWRL = "flowrl"
+BASELINES = ("per_tensor_gather", "bucketed_gather", "vanilla_grouping", "gather_all", "megatron_refit")
+KEYS = {
+    "world": "ranks, each a process; training and generation share them",
+    "model": "a named shape (weights coded by index) or a Hugging Face folder",
+    "train": "for example tp4pp2 or tp2ep4; sizes tp, pp, ep, etp and, if you like, dp",
+    "rollout": "for example tp2,tp2pp2,tp4ep4; sizes tp, pp, ep (1 or tp) and, if you like, dp",
+    "against": f"baselines to run beside flowrl: all, or some of {','.join(BASELINES)} (none)",
+    "repeat": "timed moves of every engine (10)",
+    "dtype": "of weights on both sides: bfloat16 (default) or float32",
+    "device": "cpu or cuda (cuda where torch sees enough GPUs, else cpu)",
+    "out": "folder for results.json, results.md and results.png",
+}
+USAGE = """python -m flowrl.resharding.benchmark world=N model=NAME train=LAYOUT rollout=LAYOUT[,LAYOUT...] [key=value ...]
+
+Moves real weights from Megatron-core shards into vLLM's parameters over real processes, and measures it.
+
+""" + "".join(f"{key:<10}{text}\n" for key, text in KEYS.items())
+PROCESS_BYTES = 300 << 20
+"""What a forked process takes beside weights."""
+
+
+@dataclass(frozen=True)
+class BenchmarkOptions:
+    """`device` is empty where it was not given; `against` lists baselines in their fixed order."""
+
+    world: int
+    model: str
+    train: Layout
+    rollouts: tuple[Layout, ...]
+    against: tuple[str, ...]
+    repeat: int
+    dtype: str
+    device: str
+    out: Path
+
+
+def parse_options(arguments: Sequence[str]) -> BenchmarkOptions:
+    """The command line. Errors: `ValueError` with one message."""
+    given: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key not in KEYS or not equals:
+            near = difflib.get_close_matches(key, KEYS, 1)
+            hint = f"; did you mean {near[0]}=...?" if near else ""
+            raise ValueError(f"unknown argument {argument!r}{hint}; known: {', '.join(KEYS)} (each as key=value)")
+        if key in given:
+            raise ValueError(f"{key} is given twice: {given[key]} and {value}")
+        given[key] = value
+    missing = [key for key in ("world", "model", "train", "rollout", "out") if not given.get(key)]
+    if missing:
+        raise ValueError(f"missing: {', '.join(f'{key}=...' for key in missing)}; --help explains every key")
+    dtype, device = given.get("dtype", "bfloat16"), given.get("device", "")
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype={dtype} is not known; known: {', '.join(DTYPE_BYTES)}")
+    if device not in ("", "cpu", "cuda"):
+        raise ValueError(f"device={device} is not known; known: cpu, cuda")
+    world = _whole(given, "world", 1)
+    train = parse_layout("train", given["train"])
+    rollouts = tuple(parse_layout("rollout", text.strip()) for text in given["rollout"].split(","))
+    for layout in (train, *rollouts):
+        _check_layout(layout, world)
+    for rollout in rollouts:
+        check_world(world, train.sizes, rollout.sizes)
+    return BenchmarkOptions(
+        world=world,
+        model=given["model"],
+        train=train,
+        rollouts=rollouts,
+        against=_baselines(given.get("against", "")),
+        repeat=_whole(given, "repeat", 10),
+        dtype=dtype,
+        device=device,
+        out=Path(given["out"]).expanduser(),
+    )
+
+
+def _whole(given: dict[str, str], key: str, default: int) -> int:
+    text = given.get(key, str(default))
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{key}={text} must be a whole number of at least 1")
+    return int(text)
+
+
+def _baselines(text: str) -> tuple[str, ...]:
+    if text in ("", "none"):
+        return ()
+    if text == "all":
+        return BASELINES
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in BASELINES]
+    if unknown:
+        raise ValueError(f"against={text}: no baseline {unknown[0]!r}; known: all, {', '.join(BASELINES)}")
+    return tuple(name for name in BASELINES if name in names)
+
+
+def _check_layout(layout: Layout, world: int) -> None:
+    sizes = layout.sizes
+    if sizes.cp > 1 or sizes.vpp > 1:
+        raise ValueError(
+            f"layout {layout.text}: the benchmark runs tp, pp, ep, etp and dp; python -m flowrl.resharding.plan predicts "
+            f"the rest"
+        )
+    if layout.replicas is not None and layout.replicas * layout.model_ranks != world:
+        raise ValueError(
+            f"layout {layout.text} are {layout.model_ranks} x dp={layout.replicas} ranks and world={world}; leave dp out"
+        )
+
+
+def check_model(shape: ModelShape, options: BenchmarkOptions) -> None:
+    """Errors: `ValueError` with the numbers where the model cannot be built or cut by one of the layouts."""
+    if isinstance(shape, LatentShape):
+        raise ValueError(
+            f"model={options.model} ({shape.architecture}) cannot be built here; python -m flowrl.resharding.plan predicts "
+            f"its moves"
+        )
+    check_train(shape, options.train.sizes)
+    stage_layers(shape.num_layers, options.train.sizes.pp)
+    for layout in options.rollouts:
+        check_rollout(shape, layout.sizes)
+
+
+def _shard_bytes(shape: ModelShape, options: BenchmarkOptions, sizes: ParallelSizes, experts_over: int) -> int:
+    """Bytes of a rank's shard with experts cut or spread over so many ranks; embedding and head are spread evenly."""
+    experts = shape.num_layers * shape.num_experts * 3 * shape.hidden_size * shape.expert_ffn_size
+    elements = (shape.num_parameters - experts) // sizes.tp + experts // experts_over
+    return elements // sizes.pp * DTYPE_BYTES[options.dtype]
+
+
+def train_bytes(shape: ModelShape, options: BenchmarkOptions) -> int:
+    """Bytes of a rank's training shard."""
+    sizes = options.train.sizes
+    return _shard_bytes(shape, options, sizes, sizes.ep * sizes.etp)
+
+
+def rollout_bytes(shape: ModelShape, options: BenchmarkOptions, rollout: Layout) -> int:
+    """Bytes of a rank's generation shard."""
+    return _shard_bytes(shape, options, rollout.sizes, rollout.sizes.tp)
+
+
+def needed_bytes(shape: ModelShape, options: BenchmarkOptions, rollout: Layout) -> int:
+    """Memory of all ranks together while nothing moves."""
+    shards = train_bytes(shape, options) + rollout_bytes(shape, options, rollout)
+    return options.world * (shards + PROCESS_BYTES)
+
+
+def check_memory(shape: ModelShape, options: BenchmarkOptions, rollout: Layout, memory_bytes: int) -> None:
+    """Error: `ValueError` with the arithmetic where the processes of one host do not fit its memory."""
+    needed = needed_bytes(shape, options, rollout)
+    if needed > memory_bytes:
+        parts = [train_bytes(shape, options) / 1e9, rollout_bytes(shape, options, rollout) / 1e9]
+        raise ValueError(
+            f"{options.model} from {options.train.text} to {rollout.text}: {options.world} ranks x ({parts[0]:.2f} GB "
+            f"trained + {parts[1]:.2f} GB generating + {PROCESS_BYTES / 1e9:.2f} GB) = {needed / 1e9:.1f} GB, and this machine has "
+            f"{memory_bytes / 1e9:.1f} GB; take a smaller model or more rollout tp"
+        )
+
+
+def refit_refusal(shape: ModelShape, options: BenchmarkOptions, rollout: Layout, memory_bytes: int) -> str | None:
+    """Why Megatron-core's own move cannot run here, or None.
+
+    It allocates a receive buffer for every piece of the new model and a second one in its gloo transport, all at once:
+    twice the generation shards beside both models. (Contiguous copies of sent columns come on top.)
+    """
+    if shape.num_experts:
+        return "its planner numbers experts by the names of grouped matrices, which need Transformer Engine"
+    if shape.tied and rollout.sizes.pp > 1 and options.train.sizes.pp == 1:
+        return "a tied head on its own pipeline stage has no source of its name in a model of one stage"
+    extra = 2 * options.world * rollout_bytes(shape, options, rollout)
+    needed = needed_bytes(shape, options, rollout) + extra
+    if needed > memory_bytes:
+        return (
+            f"needs {needed_bytes(shape, options, rollout) / 1e9:.1f} GB for both models + 2 x {options.world} x "
+            f"{rollout_bytes(shape, options, rollout) / 1e9:.2f} GB of buffers alive at once = {needed / 1e9:.1f} GB, and this "
+            f"machine has {memory_bytes / 1e9:.1f} GB"
+        )
+    return None

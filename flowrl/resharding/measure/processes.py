@@ -1,0 +1,90 @@
+"""Real processes, one per rank: forked from one server that has imported what all of them need."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+EXIT_SECONDS = 30
+
+
+class RankFailed(RuntimeError):
+    """A rank's function raised, or its process died."""
+
+
+def _main(rank: int, world: int, store: str, backend: str, work: bytes, out: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT
+    )
+    try:
+        name, arguments = pickle.loads(work)
+        module, _, function = name.partition(":")
+        out.send_bytes(pickle.dumps((True, vars(importlib.import_module(module))[function](*arguments))))
+    except BaseException:  # noqa: B036 - reported by the parent, whatever it is
+        out.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        raise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(world: int, backend: str, preload: Sequence[str], function: str, *arguments: Any) -> list[Any]:
+    """Results of `function` (as `module:name`) of `arguments` by rank, inside a process group over `backend`.
+
+    `preload` names modules that the server imports before it forks. Error: `RankFailed` with the traceback of the
+    first rank that fails; the others are ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    work = pickle.dumps((function, arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world)]
+        processes: list[BaseProcess] = [
+            context.Process(target=_main, args=(rank, world, f"{folder}/store", backend, work, pipe[1]), daemon=True)
+            for rank, pipe in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            results = _collect([receiver for receiver, _ in pipes])
+            for process in processes:
+                process.join(EXIT_SECONDS)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.terminate()
+        return results
+
+
+def _collect(receivers: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(receivers):
+        pending = {pipe: rank for rank, pipe in enumerate(receivers) if rank not in results}
+        for pipe in wait(list(pending)):
+            assert isinstance(pipe, Connection)
+            rank = pending[pipe]
+            try:
+                good, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                raise RankFailed(f"the process of rank {rank} died") from None
+            if not good:
+                raise RankFailed(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(receivers))]
