@@ -97,9 +97,8 @@ def _roles(config: Config) -> Iterator[RolePlan]:
 def _trainer_role(role: str, layout: TrainLayout, model: str, config: Config) -> RolePlan:
     devices = pool_devices(config, role)
     pool = "critic" if role == "critic" and config.placement == "split" else "main"
-    extra = [
-        f", {name} {size}" for name, size in (("cp", layout.cp), ("ep", layout.ep), ("etp", layout.etp)) if size > 1
-    ]
+    sizes = (("vpp", layout.vpp), ("cp", layout.cp), ("ep", layout.ep), ("etp", layout.etp))
+    extra = [f", {name} {size}" for name, size in sizes if size > 1]
     text = f"tp {layout.tp}, pp {layout.pp}" + "".join(extra)
     return RolePlan(role, pool, range(devices), text, devices // (layout.tp * layout.pp * layout.cp), model)
 

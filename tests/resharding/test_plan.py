@@ -13,9 +13,9 @@ from plan_cases import DENSE, MIXTRAL, MOE, TIED, held_by, masks, needed_by, rep
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding import families
+from flowrl.resharding.families import train_stage_layers
 from flowrl.resharding.needs import rank_needs, stage_layers
 from flowrl.resharding.plan import MovePlan, choose_order, plan_move
-from flowrl.resharding.plan.tables import train_stage_layers
 from flowrl.resharding.ranks import ParallelSizes, disaggregated, groups, numbering
 from flowrl.resharding.regions import bound_bytes, disjoint, num_elements
 from flowrl.resharding.shapes import SHAPES

@@ -28,6 +28,9 @@ CELLS = {
         Cell(tp=2, budget=MANY),
         Cell(pp=2),
         Cell(pp=2, budget=MANY),
+        Cell(pp=2, vpp=2),
+        Cell(pp=2, vpp=2, budget=MANY),
+        Cell(pp=2, vpp=2, distributed_optimizer=True, budget=TWO),
         Cell(),
         Cell(budget=TWO),
         Cell(budget=MANY, order=(4, 2, 0, 3, 1)),
@@ -39,6 +42,8 @@ CELLS = {
         Cell(tp=2, budget=MANY, order=(4, 2, 0, 3, 1)),
         Cell(tp=2, beside=ParallelSizes(tp=4)),
         Cell(tp=2, pp=2, budget=MANY),
+        Cell(tp=2, pp=2, vpp=2, budget=MANY),
+        Cell(pp=2, vpp=2, budget=TWO),
         Cell(tp=4),
     ],
 }
