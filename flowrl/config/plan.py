@@ -10,7 +10,7 @@ from flowrl.config.machine import Machine
 from flowrl.config.memory import PROCESS_BYTES, Memory, memory
 from flowrl.config.resolve import Shapes
 from flowrl.config.schema import ActorConfig, Config, CriticConfig, TrainLayout
-from flowrl.config.units import OptimizerSteps, critic_warmup_steps, optimizer_steps, pool_devices
+from flowrl.config.units import OptimizerSteps, critic_warmup_steps, microbatch_unit, optimizer_steps, pool_devices
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,14 @@ def _update(role: str, section: ActorConfig | CriticConfig, config: Config) -> U
     slice_rows = -(-rows // replicas)
     row_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     rows_at_once = max(1, section.tokens_per_microbatch // row_tokens)
+    unit = microbatch_unit(layout)
     return UpdatePlan(
         role=role,
         minibatches=config.data.prompts_per_step // section.minibatch_prompts,
         minibatch_rows=rows,
         epochs=section.epochs,
         rows_per_slice=slice_rows,
-        microbatches=-(-slice_rows // rows_at_once),
+        microbatches=-(-slice_rows // (rows_at_once * unit)) * unit,
         budget_tokens=section.tokens_per_microbatch,
     )
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.module import Float16Module  # type: ignore[impor
 from flowrl.algorithms.masked import row_weights
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import EngineConfig, OptimConfig
+from flowrl.config.units import microbatch_unit
 from flowrl.protocol import DataProto
 from flowrl.resharding.families import HEAD, HFTensor
 from flowrl.resharding.layouts import train_places, train_sizes
@@ -119,8 +120,6 @@ class Engine:
         self._settings = transformer_config(self._shape, self._config)
         # Sequence parallelism cuts the positions evenly.
         self._width_multiple = self._config.layout.tp if self._settings.sequence_parallel else 1
-        # Megatron-core's interleaved schedule takes micro-batches in groups of as many as there are stages.
-        self._count_multiple = self._config.layout.pp if self._config.layout.vpp > 1 else 1
         self._chunks = build_chunks(
             self._shape, self._settings, self.groups, head=self._head.is_language_model, seed=seed
         )
@@ -263,7 +262,8 @@ class Engine:
         plan = [[answered[i] for i in part] for part in plan_microbatches([lengths[row] for row in answered], budget)]
         count = torch.tensor(len(plan), device=self._device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.dp)
-        agreed = -(-int(count) // self._count_multiple) * self._count_multiple
+        unit = microbatch_unit(self._config.layout)
+        agreed = -(-int(count) // unit) * unit
         return [
             make_microbatch(part, prompts, responses, self._device, multiple=self._width_multiple)
             for part in fill(plan, agreed)
