@@ -28,12 +28,12 @@ from flowrl.protocol import DataProto, Ragged
     [
         Cell(),
         Cell(tp=2),
-        Cell(pp=2, vpp=2),
+        Cell(dtype="bfloat16", pp=2, vpp=2),
         Cell(distributed_optimizer=True),
         Cell(dtype="bfloat16", distributed_optimizer=True),
         Cell(dtype="bfloat16", tp=2),
     ],
-    ids=["dp2", "tp2", "pp2vpp2", "sharded", "bf16-sharded", "bf16-tp2"],
+    ids=["dp2", "tp2", "bf16-pp2vpp2", "sharded", "bf16-sharded", "bf16-tp2"],
 )
 def test_gradient_that_is_not_finite_skips_the_step_on_all_ranks(
     model_folder: dict[str, Path], batch: DataProto, cell: Cell

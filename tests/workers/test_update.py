@@ -30,7 +30,7 @@ CELLS = {
         Cell(pp=2, budget=MANY),
         Cell(pp=2, vpp=2),
         Cell(pp=2, vpp=2, budget=MANY),
-        Cell(pp=2, vpp=2, distributed_optimizer=True, budget=TWO),
+        Cell(pp=2, vpp=2, distributed_optimizer=True, recompute=True, budget=TWO),
         Cell(),
         Cell(budget=TWO),
         Cell(budget=MANY, order=(4, 2, 0, 3, 1)),
