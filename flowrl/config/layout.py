@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from flowrl.config.model_shape import ModelShape
 
@@ -21,10 +22,15 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
+def nearest(legal: Sequence[int], value: int) -> list[int]:
+    """Of ascending numbers those next to `value`, below and above where there are such."""
+    below, above = ([n for n in legal if keep(n)] for keep in (value.__ge__, value.__le__))
+    return sorted({*below[-1:], *above[:1]})
+
+
 def nearest_divisors(number: int, value: int) -> list[int]:
     """The divisors of `number` next to `value`, below and above where there are such."""
-    below, above = ([d for d in divisors(number) if keep(d)] for keep in (value.__ge__, value.__le__))
-    return sorted({*below[-1:], *above[:1]})
+    return nearest(divisors(number), value)
 
 
 def nearest_multiples(value: int, unit: int) -> list[int]:
@@ -63,21 +69,68 @@ def legal_tensor_parallel(shape: ModelShape) -> list[int]:
     return [tp for tp in divisors(shape.heads) if tensor_parallel_problem(shape, tp) is None]
 
 
-def stage_layers(num_layers: int, pp: int, first: int | None) -> list[int] | None:
-    """Layers of each pipeline stage of the trainer, or None where they do not come out whole and positive."""
-    if first is None:
-        return [num_layers // pp] * pp if num_layers % pp == 0 else None
-    rest = num_layers - first
-    if pp == 1:
-        return [first] if rest == 0 else None
-    if rest <= 0 or rest % (pp - 1):
+def _share(num_layers: int, pp: int) -> int:
+    """Layers of every pipeline stage but the last, which has what is left: as many or fewer."""
+    return -(-num_layers // pp)
+
+
+def _pipeline_fault(num_layers: int, pp: int, vpp: int, first: int | None) -> str | None:
+    share, chunks = _share(num_layers, pp), pp * vpp
+    if vpp > 1 and pp == 1:
+        return f"vpp={vpp} interleaves the stages of a pipeline, and pp=1 has one stage"
+    if vpp > 1 and first is not None:
+        return f"first_stage_layers={first} with vpp={vpp}: the chunks of an interleaved pipeline are equal; give one of the two"
+    if vpp > 1 and num_layers % chunks:
+        return f"{num_layers} layers do not divide into pp={pp} x vpp={vpp} = {chunks} chunks"
+    if first is None and (pp - 1) * share >= num_layers:
+        return f"{num_layers} layers in stages of {share} leave nothing for the last of pp={pp}"
+    rest = 0 if first is None else num_layers - first
+    if first is not None and (rest != 0 if pp == 1 else rest <= 0 or rest % (pp - 1)):
+        return f"{num_layers} layers cannot be cut into pp={pp} stages with {first} on the first and equal shares on the others"
+    return None
+
+
+def pipeline_problem(num_layers: int, pp: int, vpp: int, first: int | None) -> str | None:
+    """Why the trainer cannot cut layers into `pp` stages of `vpp` chunks with `first` layers on the first stage (None:
+    equal stages), with the nearest legal values; or None."""
+    fault = _pipeline_fault(num_layers, pp, vpp, first)
+    if fault is None:
         return None
-    return [first] + [rest // (pp - 1)] * (pp - 1)
+    counts = range(1, num_layers + 1)
+    if vpp > 1:
+        legal = [size for size in counts if _pipeline_fault(num_layers, pp, size, None) is None]
+        return f"{fault}; legal: vpp={words(legal or [1])}"
+    remedies = []
+    firsts = [size for size in counts if _pipeline_fault(num_layers, pp, 1, size) is None]
+    if firsts and pp > 1:
+        remedies.append(f"first_stage_layers={words(nearest(firsts, first or _share(num_layers, pp)))}")
+    if _pipeline_fault(num_layers, pp, 1, None) is None:
+        remedies.append("first_stage_layers=null")
+    else:
+        stages = [size for size in counts if _pipeline_fault(num_layers, size, 1, None) is None]
+        remedies.append(f"pp={words(nearest(stages, pp))}" + ("" if first is None else " without first_stage_layers"))
+    return f"{fault}; nearest: {', or '.join(remedies)}"
 
 
-def legal_first_stages(num_layers: int, pp: int) -> list[int]:
-    """The values of `first_stage_layers` that leave equal whole stages after the first."""
-    return [first for first in range(1, num_layers + 1) if stage_layers(num_layers, pp, first)]
+def stage_chunks(num_layers: int, pp: int, vpp: int = 1, first: int | None = None) -> list[list[range]]:
+    """[pp][vpp] -> global numbers of the layers of a chunk of a pipeline stage of the trainer.
+
+    Stages are equal; where layers do not divide, the last one has fewer; with `first` the others share the rest. Chunk
+    v of stage s is virtual stage v * pp + s, and layers go through virtual stages in ascending order.
+
+    Errors: `ValueError` with the arithmetic and the nearest legal values.
+    """
+    problem = pipeline_problem(num_layers, pp, vpp, first)
+    if problem is not None:
+        raise ValueError(problem)
+    if first is not None and pp > 1:
+        sizes = [first] + [(num_layers - first) // (pp - 1)] * (pp - 1)
+    else:
+        share = _share(num_layers, pp * vpp)
+        sizes = [share] * (pp * vpp - 1) + [num_layers - share * (pp * vpp - 1)]
+    stops = list(accumulate(sizes))
+    chunks = [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    return [chunks[stage::pp] for stage in range(pp)]
 
 
 def words(numbers: Sequence[int]) -> str:

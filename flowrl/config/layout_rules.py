@@ -8,9 +8,8 @@ from flowrl.config.layout import (
     Pool,
     divisors,
     expert_parallel_problem,
-    legal_first_stages,
     legal_tensor_parallel,
-    stage_layers,
+    pipeline_problem,
     tensor_parallel_problem,
     words,
 )
@@ -48,8 +47,9 @@ def _trainer(role: str, layout: TrainLayout, shape: ModelShape, pool: Pool) -> I
     reason = tensor_parallel_problem(shape, layout.tp)
     if reason:
         yield f"{key}.tp={layout.tp}: {reason}; legal: {words(legal_tensor_parallel(shape))}"
-    if stage_layers(shape.num_layers, layout.pp, layout.first_stage_layers) is None:
-        yield _stage_problem(key, layout, shape)
+    reason = pipeline_problem(shape.num_layers, layout.pp, layout.vpp, layout.first_stage_layers)
+    if reason:
+        yield f"{key}: {reason}"
     yield from _experts(key, layout, shape, pool)
 
 
@@ -68,18 +68,6 @@ def _experts(key: str, layout: TrainLayout, shape: ModelShape, pool: Pool) -> It
             f"{key}: ep*etp = {layout.ep}*{layout.etp} = {parts} does not divide the {stage} devices of a pipeline stage "
             f"({pool.key}={pool.devices} over pp={layout.pp}); legal products: {words(divisors(stage))}"
         )
-
-
-def _stage_problem(key: str, layout: TrainLayout, shape: ModelShape) -> str:
-    equal = words(divisors(shape.num_layers))
-    first = legal_first_stages(shape.num_layers, layout.pp)
-    if layout.first_stage_layers is None:
-        remedy = f"; or {key}.first_stage_layers={words(first)}" if first else ""
-        return f"{key}.pp={layout.pp} cannot cut the model's {shape.num_layers} layers into equal stages; legal: {equal}{remedy}"
-    return (
-        f"{key}.first_stage_layers={layout.first_stage_layers} with {key}.pp={layout.pp} does not leave equal stages of the model's "
-        f"{shape.num_layers} layers; legal: {words(first)}" + (", or null" if shape.num_layers % layout.pp == 0 else "")
-    )
 
 
 def _rollout(config: RolloutConfig, shape: ModelShape, pool: Pool, device: str) -> Iterator[str]:

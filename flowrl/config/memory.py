@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flowrl.config.layout import stage_layers
+from flowrl.config.layout import stage_chunks
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.resolve import BYTES, Shapes
-from flowrl.config.schema import ActorConfig, Config, CriticConfig, EngineConfig, ReferenceConfig
+from flowrl.config.schema import ActorConfig, Config, CriticConfig, EngineConfig, ReferenceConfig, TrainLayout
 from flowrl.config.units import pool_devices
 
 LOGIT_CHUNK_ELEMENTS = 1 << 26
@@ -30,16 +30,21 @@ class Memory:
         return sum(self.parts.values())
 
 
-def rank_parameters(shape: ModelShape, tp: int, pp: int, first_stage_layers: int | None, expert_parts: int = 1) -> int:
-    """Parameters on the rank that holds most, of a model cut into `tp` parts and `pp` stages, with a part of
-    `expert_parts` of each layer's experts."""
+def trained_layers(shape: ModelShape, layout: TrainLayout) -> list[int]:
+    """Layers of each pipeline stage of a trainer."""
+    stages = stage_chunks(shape.num_layers, layout.pp, layout.vpp, layout.first_stage_layers)
+    return [sum(map(len, chunks)) for chunks in stages]
+
+
+def rank_parameters(shape: ModelShape, tp: int, stages: Sequence[int], expert_parts: int = 1) -> int:
+    """Parameters on the rank that holds most, of a model cut into `tp` parts and into `stages` of so many layers, with a
+    part of `expert_parts` of each layer's experts."""
     one = replace(shape, num_layers=1, tied=True).num_parameters
     embedding = shape.vocab_size * shape.hidden_size
     layer = one - embedding - shape.hidden_size - shape.expert_parameters
-    stages = stage_layers(shape.num_layers, pp, first_stage_layers) or [-(-shape.num_layers // pp)] * pp
     sizes = [layers * layer for layers in stages]
     sizes[0] += embedding
-    if pp > 1 or not shape.tied:
+    if len(stages) > 1 or not shape.tied:
         sizes[-1] += embedding
     return -(-max(sizes) // tp) + max(stages) * -(-shape.expert_parameters // expert_parts)
 
@@ -57,7 +62,7 @@ def memory(config: Config, shapes: Shapes) -> list[Memory]:
 
 def _trained(role: str, section: ActorConfig | CriticConfig, shape: ModelShape, config: Config) -> Memory:
     layout = section.layout
-    count = rank_parameters(shape, layout.tp, layout.pp, layout.first_stage_layers, layout.ep * layout.etp)
+    count = rank_parameters(shape, layout.tp, trained_layers(shape, layout), layout.ep * layout.etp)
     replicas = max(1, pool_devices(config, role) // (layout.tp * layout.pp * layout.cp))
     # Two moments in float32, and a float32 copy of weights that are not float32 themselves.
     optimizer = count * (8 if section.dtype == "float32" else 12)
@@ -74,7 +79,7 @@ def _trained(role: str, section: ActorConfig | CriticConfig, shape: ModelShape, 
 
 def _frozen(section: ReferenceConfig, shape: ModelShape, config: Config) -> Memory:
     layout = section.layout
-    count = rank_parameters(shape, layout.tp, layout.pp, layout.first_stage_layers, layout.ep * layout.etp)
+    count = rank_parameters(shape, layout.tp, trained_layers(shape, layout), layout.ep * layout.etp)
     parts = {
         "weights": count * BYTES[section.dtype],
         "activations of a micro-batch": _activations(section, shape, config, backward=False),
@@ -85,7 +90,8 @@ def _frozen(section: ReferenceConfig, shape: ModelShape, config: Config) -> Memo
 
 def _rollout(config: Config, shape: ModelShape) -> Memory:
     section = config.rollout
-    count = rank_parameters(shape, section.layout.tp, section.layout.pp, None, section.layout.tp)
+    stages = [-(-shape.num_layers // section.layout.pp)] * section.layout.pp
+    count = rank_parameters(shape, section.layout.tp, stages, section.layout.tp)
     parts = {"weights": count * BYTES[section.dtype], "KV cache": section.kv_cache_bytes}
     return Memory("rollout", "generate", parts)
 
@@ -103,13 +109,16 @@ def _activations(section: EngineConfig, shape: ModelShape, config: Config, *, ba
         + (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // layout.tp
         + 3 * shape.active_ffn_size // (layout.etp if shape.num_experts else layout.tp)
     )
-    layers = -(-shape.num_layers // layout.pp)
+    layers = max(trained_layers(shape, layout))
     if not backward:
         elements = whole
     elif section.recompute:
         elements = layers * shape.hidden_size + whole
     else:
         elements = layers * whole * min(layout.pp, 2)
+        if layout.vpp > 1:
+            # Forward passes of chunks that the first stage runs before its first backward pass.
+            elements = layers // layout.vpp * whole * (2 * (layout.pp - 1) + (layout.vpp - 1) * layout.pp + 1)
     return tokens * elements * BYTES[section.dtype]
 
 

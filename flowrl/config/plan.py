@@ -10,7 +10,7 @@ from flowrl.config.machine import Machine
 from flowrl.config.memory import PROCESS_BYTES, Memory, memory
 from flowrl.config.resolve import Shapes
 from flowrl.config.schema import ActorConfig, Config, CriticConfig, TrainLayout
-from flowrl.config.units import OptimizerSteps, critic_warmup_steps, optimizer_steps, pool_devices
+from flowrl.config.units import OptimizerSteps, critic_warmup_steps, microbatch_unit, optimizer_steps, pool_devices
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,8 @@ def _roles(config: Config) -> Iterator[RolePlan]:
 def _trainer_role(role: str, layout: TrainLayout, model: str, config: Config) -> RolePlan:
     devices = pool_devices(config, role)
     pool = "critic" if role == "critic" and config.placement == "split" else "main"
-    extra = [
-        f", {name} {size}" for name, size in (("cp", layout.cp), ("ep", layout.ep), ("etp", layout.etp)) if size > 1
-    ]
+    sizes = (("vpp", layout.vpp), ("cp", layout.cp), ("ep", layout.ep), ("etp", layout.etp))
+    extra = [f", {name} {size}" for name, size in sizes if size > 1]
     text = f"tp {layout.tp}, pp {layout.pp}" + "".join(extra)
     return RolePlan(role, pool, range(devices), text, devices // (layout.tp * layout.pp * layout.cp), model)
 
@@ -111,13 +110,14 @@ def _update(role: str, section: ActorConfig | CriticConfig, config: Config) -> U
     slice_rows = -(-rows // replicas)
     row_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     rows_at_once = max(1, section.tokens_per_microbatch // row_tokens)
+    unit = microbatch_unit(layout)
     return UpdatePlan(
         role=role,
         minibatches=config.data.prompts_per_step // section.minibatch_prompts,
         minibatch_rows=rows,
         epochs=section.epochs,
         rows_per_slice=slice_rows,
-        microbatches=-(-slice_rows // rows_at_once),
+        microbatches=-(-slice_rows // (rows_at_once * unit)) * unit,
         budget_tokens=section.tokens_per_microbatch,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.config.layout import expert_parallel_problem, stage_layers, tensor_parallel_problem
+from flowrl.config.layout import expert_parallel_problem, pipeline_problem, tensor_parallel_problem
 from flowrl.config.machine import Machine
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import AUTO
@@ -86,11 +86,9 @@ def _layouts(out: dict[str, Any], shapes: Shapes) -> None:
         pool = out["cluster.critic_devices"] if role == "critic" and out["placement"] == "split" else devices
         given = _given(out, role)
         inherited = {**actor, **given}
-        if (
-            actor["first_stage_layers"] is not None
-            and stage_layers(shape.num_layers, inherited["pp"], inherited["first_stage_layers"]) is None
-        ):
-            inherited["first_stage_layers"] = given.get("first_stage_layers")
+        if not _fits_pipeline(inherited, shape):
+            # The actor's way of cutting its own layers does not say how to cut those of another model.
+            inherited |= {"vpp": given.get("vpp", 1), "first_stage_layers": given.get("first_stage_layers")}
         _store(out, role, inherited if _fits(inherited, shape, pool) else _own_layout(given, shape, pool))
 
 
@@ -116,10 +114,14 @@ def _fits(layout: Mapping[str, Any], shape: ModelShape, devices: int) -> bool:
     return (
         devices % (layout["tp"] * layout["pp"] * layout["cp"]) == 0
         and tensor_parallel_problem(shape, layout["tp"]) is None
-        and stage_layers(shape.num_layers, layout["pp"], layout["first_stage_layers"]) is not None
+        and _fits_pipeline(layout, shape)
         and devices % (layout["pp"] * layout["ep"] * layout["etp"]) == 0
         and expert_parallel_problem(shape, layout["ep"], layout["etp"]) is None
     )
+
+
+def _fits_pipeline(layout: Mapping[str, Any], shape: ModelShape) -> bool:
+    return pipeline_problem(shape.num_layers, layout["pp"], layout["vpp"], layout["first_stage_layers"]) is None
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, pp: int, dtype: str) -> int:

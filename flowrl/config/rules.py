@@ -47,10 +47,9 @@ def problems(config: Config, facts: Facts) -> list[str]:
 
 def _unbuilt(config: Config, facts: Facts) -> Iterator[str]:
     for role in ("actor", "critic", "reference"):
-        for name, what in (("cp", "context"), ("vpp", "virtual pipeline")):
-            size = facts.values[f"{role}.layout.{name}"]
-            if size > 1 and (role == "actor" or f"{role}.layout.{name}" in facts.given):
-                yield f"{role}.layout.{name}={size}: {what} parallelism is not built yet; legal: 1"
+        key = f"{role}.layout.cp"
+        if facts.values[key] > 1 and (role == "actor" or key in facts.given):
+            yield f"{key}={facts.values[key]}: context parallelism is not built yet; legal: 1"
     if config.placement == "standalone_rollout":
         yield "placement=standalone_rollout is not built yet; legal: colocate or split"
     if config.trainer.resume != "never":

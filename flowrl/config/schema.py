@@ -142,10 +142,12 @@ class TrainLayout:
     tp: int = knob(AUTO, "tensor-parallel size; auto: 1 on one device, 2 on two, else 1", minimum=1)
     pp: int = knob(AUTO, "pipeline-parallel size; auto: 1", minimum=1)
     vpp: int = knob(
-        AUTO, "virtual pipeline stages per rank (interleaving); auto: 1; more is not built yet: refused", minimum=1
+        AUTO, "model chunks per pipeline stage (interleaved schedule); pp * vpp divides the layers; auto: 1", minimum=1
     )
     first_stage_layers: int | None = knob(
-        AUTO, "layers on the first pipeline stage; null or auto: equal stages", minimum=1
+        AUTO,
+        "layers on the first pipeline stage; null or auto: equal stages, the last has fewer where layers do not divide",
+        minimum=1,
     )
     cp: int = knob(AUTO, "context-parallel size; auto: 1; more is not built yet: refused", minimum=1)
     ep: int = knob(AUTO, "ranks of a pipeline stage that share the experts of each layer; auto: 1", minimum=1)

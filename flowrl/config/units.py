@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowrl.config.schema import Config
+from flowrl.config.schema import Config, TrainLayout
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,9 @@ def critic_warmup_steps(config: Config) -> int:
 def pool_devices(config: Config, role: str) -> int:
     """Devices of the pool that a role runs on."""
     return config.cluster.critic_devices if role == "critic" and config.placement == "split" else config.cluster.devices
+
+
+def microbatch_unit(layout: TrainLayout) -> int:
+    """What the number of a replica's micro-batches is a multiple of: an interleaved schedule takes them in groups of as
+    many as there are pipeline stages."""
+    return layout.pp if layout.vpp > 1 else 1

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.resharding.families import ExpertShard, Parameter, stage_layers, stage_parameters
+from flowrl.resharding.families import ExpertShard, Parameter, stage_parameters, train_stage_layers
 from flowrl.resharding.ranks import ParallelSizes, TrainPlace
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
@@ -101,11 +101,13 @@ def parameter_forms(shape: ModelShape, sizes: ParallelSizes) -> tuple[tuple[Form
         tuple(
             _stage_forms(shape, sizes, pp, layers, expert=False) + _stage_forms(shape, sizes, pp, layers, expert=True)
         )
-        for pp, layers in enumerate(stage_layers(shape.num_layers, sizes.pp))
+        for pp, layers in enumerate(train_stage_layers(shape.num_layers, sizes))
     )
 
 
-def _stage_forms(shape: ModelShape, sizes: ParallelSizes, pp: int, layers: range, *, expert: bool) -> list[Form]:
+def _stage_forms(
+    shape: ModelShape, sizes: ParallelSizes, pp: int, layers: Sequence[int], *, expert: bool
+) -> list[Form]:
     places = [(0, ep, etp) for ep in range(sizes.ep) for etp in range(sizes.etp)] if expert else [
         (tp, 0, 0) for tp in range(sizes.tp)
     ]  # fmt: skip

@@ -10,10 +10,12 @@ covers is padding of the vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from flowrl.config.layout import stage_chunks
 from flowrl.config.model_shape import ModelShape
+from flowrl.resharding.ranks import ParallelSizes
 
 Box = tuple[tuple[int, int], ...]
 
@@ -110,23 +112,13 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // unit) * unit
 
 
-def stage_layers(num_layers: int, pp: int, first_stage_layers: int | None = None) -> list[range]:
-    """Global layer numbers of each pipeline stage.
+def train_stage_layers(num_layers: int, sizes: ParallelSizes) -> list[list[int]]:
+    """Global layer numbers of each pipeline stage of the trainer, ascending: those of all its chunks.
 
-    Errors: `ValueError` with the arithmetic where layers do not divide over the stages.
+    Errors: `ValueError` with the arithmetic where layers cannot be cut this way.
     """
-    first = num_layers // pp if first_stage_layers is None or pp == 1 else first_stage_layers
-    rest = pp - 1
-    if rest == 0:
-        return [range(num_layers)]
-    if (first_stage_layers is None and num_layers % pp) or not 0 < first < num_layers or (num_layers - first) % rest:
-        raise ValueError(
-            f"{num_layers} layers cannot be cut into {pp} pipeline stages with {first} on the first and equal shares on "
-            f"the others; choose first_stage_layers so that {num_layers} - first_stage_layers is a multiple of {rest}"
-        )
-    share = (num_layers - first) // rest
-    starts = [0] + [first + share * stage for stage in range(pp)]
-    return [range(a, b) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    stages = stage_chunks(num_layers, sizes.pp, sizes.vpp, sizes.first_stage_layers)
+    return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
 
 
 def check_tensor_parallel(shape: ModelShape, tp: int) -> None:
@@ -206,7 +198,7 @@ def stage_parameters(
     *,
     tp: int,
     tp_rank: int,
-    layers: range,
+    layers: Iterable[int],
     first: bool,
     last: bool,
     head: bool = True,

@@ -4,7 +4,8 @@ Pure integers. Ranks are numbered along the common refinement of both layouts: w
 tensor-parallel sizes, Y one of the two pipeline sizes and coordinates x in X, y in Y, z over the rest,
 rank = x + X * (y + Y * z). A rank's tensor-parallel place is floor(x tp / X) on either side, its pipeline place
 floor(y pp / Y). So a generation shard lies inside a training shard or contains it on every rank, no rank lacks more of
-its generation shard than the layouts force it to, and the ranks of every group ascend.
+its generation shard than the layouts force it to, and the ranks of every group ascend. The stage of an interleaved
+pipeline is that of chunk floor(y pp vpp / Y) where Y is a multiple of pp vpp; else its shards do not nest.
 
 Where experts want another order than the rest of the model, `Order` moves digits of the same numbering.
 """
@@ -144,18 +145,18 @@ def _nests(a: int, b: int) -> bool:
     return a % b == 0 or b % a == 0
 
 
-def _digits(world: int, aligned: int, pp: int, rollout: ParallelSizes, inner: int) -> _Digits | None:
+def _digits(world: int, aligned: int, train: ParallelSizes, rollout: ParallelSizes, inner: int) -> _Digits | None:
     """The numbering, or None where `inner` replicas are not to be had."""
-    ranks = np.arange(world, dtype=np.int64)
+    ranks, pp = np.arange(world, dtype=np.int64), train.pp
     x_size, y_size = math.lcm(aligned, rollout.tp), math.lcm(pp, rollout.pp)
     if world % (x_size * y_size) == 0:
         if world // (x_size * y_size) % inner:
             return None
         rest, x = np.divmod(ranks // inner, x_size)
         y = rest % y_size
-        return _Digits(
-            x * aligned // x_size, y * pp // y_size, x * rollout.tp // x_size, y * rollout.pp // y_size
-        )  # fmt: skip
+        chunks = pp * train.vpp if y_size % (pp * train.vpp) == 0 else pp
+        stage = y * chunks // y_size % pp
+        return _Digits(x * aligned // x_size, stage, x * rollout.tp // x_size, y * rollout.pp // y_size)
     if inner > 1:
         return None
     if _nests(aligned, rollout.tp) and _nests(pp, rollout.pp):
@@ -209,7 +210,7 @@ class Frame:
 
     def __init__(self, world: int, train: ParallelSizes, rollout: ParallelSizes, aligned: Axis, inner: int) -> None:
         sizes = {"tp": train.tp, "ep": train.ep, "etp": train.etp}
-        digits = _digits(world, sizes[aligned], train.pp, rollout, inner)
+        digits = _digits(world, sizes[aligned], train, rollout, inner)
         if digits is None:
             raise ValueError(f"{world} ranks of train {train} and rollout {rollout} have no {inner} replicas inside")
         self.train, self.aligned, self.inner, self.stage_size = train, aligned, inner, world // train.pp

@@ -15,8 +15,8 @@ from flowrl.config.schema import EngineConfig, TrainLayout
 from flowrl.resharding.ranks import ParallelSizes, RankPlace
 from flowrl.workers import cuda_on_cpu
 from flowrl.workers.groups import process_groups
-from flowrl.workers.model import DTYPES, build_model, transformer_config
-from flowrl.workers.weights import HeldRegion, ModelWeights, expert_shard, global_name
+from flowrl.workers.model import DTYPES, build_chunks, transformer_config
+from flowrl.workers.weights import HeldRegion, ModelWeights, expert_shard, global_parameters
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,10 @@ def build_bare(
     assert at is not None, "every rank trains"
     with cuda_on_cpu.active():
         made = process_groups(places)
-        model = build_model(shape, transformer_config(shape, config), made, head=True, seed=0)
+        [model] = build_chunks(shape, transformer_config(shape, config), made, head=True, seed=0)
         model.to(device=device, dtype=DTYPES[dtype]).requires_grad_(False)
     _mark_gated(model)
-    first = model.decoder.layers[0].layer_number - 1, expert_shard(layout, at).experts(shape.num_experts).start
-    parameters = {global_name(name, *first): parameter for name, parameter in model.named_parameters()}
+    parameters = global_parameters([model], expert_shard(layout, at).experts(shape.num_experts).start)
     weights = ModelWeights(shape, layout, places, parameters, head=True)
     return BareModel(model, parameters, weights, made)
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.module import Float16Module  # type: ignore[impor
 from flowrl.algorithms.masked import row_weights
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import EngineConfig, OptimConfig
+from flowrl.config.units import microbatch_unit
 from flowrl.protocol import DataProto
 from flowrl.resharding.families import HEAD, HFTensor
 from flowrl.resharding.layouts import train_places, train_sizes
@@ -34,9 +35,9 @@ from flowrl.workers.groups import process_groups
 from flowrl.workers.heads import CriticHead, PolicyHead, ValueHead
 from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.microbatch import MicroBatch, TokenColumns, fill, make_microbatch, plan_microbatches, token_rows
-from flowrl.workers.model import DTYPES, build_model, transformer_config
+from flowrl.workers.model import DTYPES, build_chunks, transformer_config
 from flowrl.workers.optimizer import Optimizer, StepResult
-from flowrl.workers.weights import ModelWeights, expert_shard, global_name
+from flowrl.workers.weights import ModelWeights, expert_shard, global_parameters
 
 TokenLoss = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(head outputs [k, T], columns [T] by name) -> (loss [T], per-token quantities [T] to report)."""
@@ -107,35 +108,37 @@ class Engine:
             self._build(seed)
             self.weights.load(self.folder)
             self._load_value_head()
-            self._model: Any = self._gpt
+            self._models: list[Any] = self._chunks
             if self._settings.bf16:
-                self._model = Float16Module(self._settings, self._gpt)
+                self._models = [Float16Module(self._settings, chunk) for chunk in self._chunks]
             self._optimizer = None if optim is None else self._trainable(optim, total_steps)
             if optim is None:
-                self._gpt.requires_grad_(False)
+                for chunk in self._chunks:
+                    chunk.requires_grad_(False)
 
     def _build(self, seed: int) -> None:
         self._settings = transformer_config(self._shape, self._config)
         # Sequence parallelism cuts the positions evenly.
         self._width_multiple = self._config.layout.tp if self._settings.sequence_parallel else 1
-        self._gpt = build_model(self._shape, self._settings, self.groups, head=self._head.is_language_model, seed=seed)
+        self._chunks = build_chunks(
+            self._shape, self._settings, self.groups, head=self._head.is_language_model, seed=seed
+        )
         self.head = None
         if self.is_last:
-            self.head = self._gpt.output_layer = self._head.build(self._gpt, self.groups)
-        self._gpt.to(device=self._device, dtype=DTYPES[self._config.dtype])
+            last = self._chunks[-1]
+            self.head = last.output_layer = self._head.build(last, self.groups)
+        for chunk in self._chunks:
+            chunk.to(device=self._device, dtype=DTYPES[self._config.dtype])
+        first_expert = expert_shard(self._config.layout, self.at).experts(self._shape.num_experts).start
+        self._parameters = global_parameters(self._chunks, first_expert)
         parameters = {
-            self._global_name(name): parameter
-            for name, parameter in self._gpt.named_parameters()
+            name: parameter
+            for name, parameter in self._parameters.items()
             if self._head.is_language_model or not name.startswith("output_layer.")
         }
         self.weights = ModelWeights(
             self._shape, self._config.layout, self.places, parameters, head=self._head.is_language_model
         )
-
-    def _global_name(self, name: str) -> str:
-        first_layer = self._gpt.decoder.layers[0].layer_number - 1
-        experts = expert_shard(self._config.layout, self.at).experts(self._shape.num_experts)
-        return global_name(name, first_layer, experts.start)
 
     @torch.no_grad()
     def _load_value_head(self) -> None:
@@ -146,10 +149,19 @@ class Engine:
     def _trainable(self, optim: OptimConfig, total_steps: int) -> Optimizer:
         distributed = self._config.distributed_optimizer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-        self._model = DistributedDataParallel(self._settings, ddp, self._model, pg_collection=self.groups)
+        self._models = [
+            DistributedDataParallel(self._settings, ddp, model, pg_collection=self.groups) for model in self._models
+        ]
         self._settings.finalize_model_grads_func = _finalize_gradients
-        dtype = DTYPES[self._config.dtype]
-        return Optimizer(self._model, self.groups, optim, dtype=dtype, distributed=distributed, total_steps=total_steps)
+        return Optimizer(
+            self._models,
+            self._parameters,
+            self.groups,
+            optim,
+            dtype=DTYPES[self._config.dtype],
+            distributed=distributed,
+            total_steps=total_steps,
+        )
 
     @property
     def position(self) -> MeshPosition:
@@ -242,16 +254,19 @@ class Engine:
         return int(counts[0]), int(counts[1])
 
     def _microbatches(self, batch: DataProto) -> list[MicroBatch]:
-        """This replica's micro-batches, as many as every other replica has. Rows without response take no part."""
+        """This replica's micro-batches, as many as every other replica has and the schedule takes. Rows without response
+        take no part."""
         budget = self._config.tokens_per_microbatch
         lengths, prompts, responses = token_rows(batch, budget, self._shape.vocab_size)
         answered = [row for row, response in enumerate(responses) if len(response)]
         plan = [[answered[i] for i in part] for part in plan_microbatches([lengths[row] for row in answered], budget)]
         count = torch.tensor(len(plan), device=self._device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.dp)
+        unit = microbatch_unit(self._config.layout)
+        agreed = -(-int(count) // unit) * unit
         return [
             make_microbatch(part, prompts, responses, self._device, multiple=self._width_multiple)
-            for part in fill(plan, int(count))
+            for part in fill(plan, agreed)
         ]
 
     def _run(self, microbatches: list[MicroBatch], consume: Consumer | None) -> list[Any]:
@@ -262,16 +277,17 @@ class Engine:
 
         def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             microbatch = next(iterator)
-            if self.head is not None:
+            if self.head is not None and model is self._models[-1]:
                 self.head.select(microbatch.selection)
             return model(microbatch.token_ids, None, None), partial(_collect, microbatch, consume)
 
         pp = self.groups.pp
-        schedule = get_forward_backward_func(pp_size=pp.size(), vp_size=None)
+        vp_size = self._settings.virtual_pipeline_model_parallel_size
+        schedule = get_forward_backward_func(pp_size=pp.size(), vp_size=vp_size)
         collected: list[Any] = schedule(
             forward_step_func=step,
-            data_iterator=iter(microbatches),
-            model=[self._model],
+            data_iterator=[iter(microbatches) for _ in self._models],
+            model=self._models,
             num_microbatches=len(microbatches),
             seq_length=microbatches[0].token_ids.shape[1],
             micro_batch_size=microbatches[0].token_ids.shape[0],

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (  # type: ignore[import-untyped]
 )
 from megatron.core.transformer.transformer_config import TransformerConfig  # type: ignore[import-untyped]
 
+from flowrl.config.layout import stage_chunks
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import EngineConfig, TrainLayout
 from flowrl.resharding.families import check_expert_parallel, padded_vocab_size
@@ -56,7 +57,7 @@ def transformer_config(shape: ModelShape, config: EngineConfig) -> TransformerCo
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers if layout.pp > 1 else None,
+        **_pipeline(shape, layout),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -79,6 +80,23 @@ def transformer_config(shape: ModelShape, config: EngineConfig) -> TransformerCo
     )
 
 
+def _pipeline(shape: ModelShape, layout: TrainLayout) -> dict[str, Any]:
+    """Settings of the pipeline's stages and of what their ranks exchange."""
+    if layout.pp == 1:
+        return {}
+    stages = stage_chunks(shape.num_layers, layout.pp, layout.vpp, layout.first_stage_layers)
+    uneven = layout.first_stage_layers is None and shape.num_layers % layout.pp
+    return {
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": len(stages[-1][0]) if uneven else None,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        # Of two interleaved stages each is the other's neighbour on both sides, and with Megatron-core's batched exchange
+        # gradients are silently wrong (0.16.1); with single sends and receives they are right.
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+    }
+
+
 def _mixture(shape: ModelShape, layout: TrainLayout) -> dict[str, Any]:
     """Settings of a mixture of experts: routing as the families define it, and no loss but the role's own."""
     return {
@@ -96,11 +114,11 @@ def _mixture(shape: ModelShape, layout: TrainLayout) -> dict[str, Any]:
     }
 
 
-def build_model(
+def build_chunks(
     shape: ModelShape, settings: TransformerConfig, groups: ProcessGroupCollection, *, head: bool, seed: int
-) -> GPTModel:
-    """The stage of the model that this rank holds, weights undefined. `head` is False for a critic, whose output layer
-    is replaced and must not be tied to the embedding.
+) -> list[GPTModel]:
+    """The chunks of the pipeline stage that this rank holds, one where stages are not interleaved; weights undefined.
+    `head` is False for a critic, whose output layer is replaced and must not be tied to the embedding.
 
     Collective over the model's groups where embeddings are tied across stages.
     """
@@ -111,6 +129,15 @@ def build_model(
         seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank(), force_reset_rng=True
     )
     cure()
+    vpp = settings.virtual_pipeline_model_parallel_size
+    if vpp is None:
+        return [_build_chunk(shape, settings, groups, head, None)]
+    return [_build_chunk(shape, settings, groups, head, number) for number in range(vpp)]
+
+
+def _build_chunk(
+    shape: ModelShape, settings: TransformerConfig, groups: ProcessGroupCollection, head: bool, vp_stage: int | None
+) -> GPTModel:
     spec = get_gpt_layer_local_spec(
         num_experts=shape.num_experts or None,
         moe_grouped_gemm=False,
@@ -121,18 +148,20 @@ def build_model(
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
     scaling = shape.rope_scaling or {}
     linear = scaling.get("rope_type") == "linear"
+    vpp = settings.virtual_pipeline_model_parallel_size
     model = GPTModel(
         settings,
         spec,
         vocab_size=padded_vocab_size(shape.vocab_size, settings.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions,
-        pre_process=groups.pp.rank() == 0,
-        post_process=groups.pp.rank() == groups.pp.size() - 1,
+        pre_process=groups.pp.rank() == 0 and vp_stage in (None, 0),
+        post_process=groups.pp.rank() == groups.pp.size() - 1 and (vp_stage is None or vp_stage == vpp - 1),
         share_embeddings_and_output_weights=shape.tied and head,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         seq_len_interpolation_factor=float(scaling["factor"]) if linear else None,
         pg_collection=groups,
+        vp_stage=vp_stage,
     )
     _mark_split_weights(model)
     if scaling.get("rope_type") == "llama3":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +52,8 @@ class Optimizer:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
+        parameters: Mapping[str, Any],
         groups: ProcessGroupCollection,
         config: OptimConfig,
         *,
@@ -58,8 +61,12 @@ class Optimizer:
         distributed: bool,
         total_steps: int,
     ) -> None:
-        """Collective over the default group: every rank builds its optimizer at the same moment."""
-        self._model = model
+        """Collective over the default group: every rank builds its optimizer at the same moment.
+
+        `chunks`: the model on this rank; `parameters`: its parameters by the names that reports give them.
+        """
+        self._chunks = list(chunks)
+        self._parameters = parameters
         self._groups = groups
         self._config = config
         self._total_steps = total_steps
@@ -77,11 +84,14 @@ class Optimizer:
             params_dtype=dtype,
             use_distributed_optimizer=distributed,
         )
-        self._optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False, pg_collection=groups)
+        self._optimizer = get_megatron_optimizer(
+            settings, self._chunks, use_gloo_process_groups=False, pg_collection=groups
+        )
 
     def zero_grad(self) -> None:
         """Forget gradients before a mini-batch."""
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     @torch.no_grad()
@@ -113,10 +123,9 @@ class Optimizer:
 
     def _report_bad_gradient(self, grad_norm: float) -> None:
         """Log the first parameter, over all ranks, whose gradient is not finite."""
-        bad = [name for name, p in self._model.named_parameters() if not torch.isfinite(p.main_grad).all()]
+        bad = [name for name, p in self._parameters.items() if not torch.isfinite(p.main_grad).all()]
         found: list[str | None] = [None] * dist.get_world_size()
-        first = bad[0].replace("module.", "") if bad else None
-        dist.all_gather_object(found, first)
+        dist.all_gather_object(found, bad[0] if bad else None)
         rank = next((rank for rank, name in enumerate(found) if name), None)
         where = "no single parameter" if rank is None else f"{found[rank]} on rank {rank}"
         if dist.get_rank() == 0:

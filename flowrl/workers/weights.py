@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,10 @@ from flowrl.resharding.families import (
     Parameter,
     Piece,
     box_size,
-    stage_layers,
     stage_parameters,
+    train_stage_layers,
 )
+from flowrl.resharding.layouts import train_sizes
 from flowrl.resharding.ranks import RankPlace, TrainPlace
 from flowrl.workers.hf_weights import HFFolder
 
@@ -50,9 +52,18 @@ class _Source:
     piece: Piece
 
 
-def global_name(local: str, first_layer: int, first_expert: int) -> str:
-    """Parameter name with layer and expert numbered over the whole model."""
-    name = LAYER.sub(lambda match: f"decoder.layers.{first_layer + int(match[1])}.", local)
+def global_parameters(chunks: Iterable[Any], first_expert: int) -> dict[str, torch.nn.Parameter]:
+    """Parameters of a rank's model chunks, with layers and experts numbered over the whole model."""
+    found = {}
+    for chunk in chunks:
+        layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for name, parameter in chunk.named_parameters():
+            found[_global_name(name, layers, first_expert)] = parameter
+    return found
+
+
+def _global_name(local: str, layers: Sequence[int], first_expert: int) -> str:
+    name = LAYER.sub(lambda match: f"decoder.layers.{layers[int(match[1])]}.", local)
     return EXPERT.sub(lambda match: f".local_experts.{first_expert + int(match[1])}.", name)
 
 
@@ -83,6 +94,7 @@ class ModelWeights:
     ) -> None:
         self.shape = shape
         self.layout = layout
+        self._stages = train_stage_layers(shape.num_layers, train_sizes(layout))
         self._parameters = dict(parameters)
         self._head = head
         self._places = [place.train for place in places if place.train is not None]
@@ -94,12 +106,11 @@ class ModelWeights:
             raise ValueError(f"the family table and Megatron-core disagree about {different[:6]}")
 
     def _stage(self, at: TrainPlace) -> tuple[Parameter, ...]:
-        layers = stage_layers(self.shape.num_layers, self.layout.pp, self.layout.first_stage_layers)[at.pp]
         return stage_parameters(
             self.shape,
             tp=self.layout.tp,
             tp_rank=at.tp,
-            layers=layers,
+            layers=self._stages[at.pp],
             first=at.pp == 0,
             last=at.pp == self.layout.pp - 1,
             head=self._head,

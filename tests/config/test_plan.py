@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from flowrl.config.cli import run_main
@@ -8,6 +11,8 @@ from flowrl.config.memory import rank_parameters
 from flowrl.config.model_shape import shape_of
 from flowrl.config.plan import RunPlan, make_plan, render, size
 from flowrl.config.schema import Config
+
+MakeModel = Callable[..., Path]
 
 
 def plan(*argv: str) -> RunPlan:
@@ -64,14 +69,30 @@ def test_only_roles_of_the_run_are_placed(argv: list[str], roles: list[tuple[str
 
 def test_memory_follows_the_layout() -> None:
     shape = shape_of("builtin:tiny")
-    whole = rank_parameters(shape, 1, 1, None)
+    whole = rank_parameters(shape, 1, [2])
     assert whole == pytest.approx(shape.num_parameters, rel=0.01)
-    assert rank_parameters(shape, 2, 1, None) == -(-whole // 2)
-    assert rank_parameters(shape, 1, 2, None) == pytest.approx(whole / 2, rel=0.01)
+    assert rank_parameters(shape, 2, [2]) == -(-whole // 2)
+    assert rank_parameters(shape, 1, [1, 1]) == pytest.approx(whole / 2, rel=0.01)
     plain, sharded = (
         plan("actor.layout.tp=1", f"actor.distributed_optimizer={flag}").memory[0] for flag in ("false", "true")
     )
     assert sharded.parts["optimizer"] == plain.parts["optimizer"] // 2
+
+
+def test_an_interleaved_pipeline_is_planned_and_estimated(make_model: MakeModel, tmp_path: Path) -> None:
+    """The same weights; activations of five quarters of the layers; micro-batches in groups of two."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    argv = [f"model.path={make_model(num_hidden_layers=8)}", f"data.train_files={file}", f"data.eval_files={file}"]
+    argv += ["reward.function=m:f", "actor.layout.pp=2", "actor.minibatch_prompts=1", "rollout.samples_per_prompt=3"]
+    argv.append("actor.tokens_per_microbatch=1")
+    plain, interleaved = plan(*argv), plan(*argv, "actor.layout.vpp=2")
+    assert [role.layout for role in interleaved.roles[:3]] == ["tp 1, pp 2, vpp 2"] * 3
+    parts = [made.memory[0].parts for made in (plain, interleaved)]
+    assert parts[0]["weights"] == parts[1]["weights"]
+    name = "activations of a micro-batch"
+    assert parts[1][name] * 4 == parts[0][name] * 5
+    assert (plain.updates[0].microbatches, interleaved.updates[0].microbatches) == (3, 4)
 
 
 def test_the_text_names_everything() -> None:

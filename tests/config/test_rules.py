@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from flowrl.config import compose as compose_module
 from flowrl.config.compose import ConfigError, compose
-from flowrl.config.layout import legal_first_stages, stage_layers
+from flowrl.config.layout import pipeline_problem, stage_chunks
 from flowrl.config.machine import Machine
 from flowrl.config.schema import Config
 
@@ -56,7 +57,7 @@ def own_data(folder: Path) -> list[str]:
         ),
         (
             ["cluster.devices=3", "actor.layout.pp=3"],
-            ["actor.layout.pp=3 cannot cut the model's 2 layers", "legal: 1 or 2"],
+            ["actor.layout: 2 layers in stages of 1 leave nothing for the last of pp=3; nearest: pp=2"],
         ),
         (["cluster.devices=3", "rollout.layout.pp=3"], ["rollout.layout.pp=3 exceeds the model's 2 layers"]),
         (["critic.layout.tp=4"], ["critic.layout: tp*pp*cp"]),
@@ -67,7 +68,16 @@ def own_data(folder: Path) -> list[str]:
         ),
         (
             ["actor.layout.first_stage_layers=2", "actor.layout.pp=2"],
-            ["actor.layout.first_stage_layers=2", "legal: 1, or null"],
+            ["actor.layout: 2 layers", "2 on the first", "first_stage_layers=1, or first_stage_layers=null"],
+        ),
+        (
+            ["actor.layout.vpp=2", "actor.layout.pp=2"],
+            ["actor.layout: 2 layers do not divide into pp=2 x vpp=2 = 4 chunks; legal: vpp=1"],
+        ),
+        (["actor.layout.vpp=2"], ["actor.layout: vpp=2 interleaves the stages of a pipeline, and pp=1 has one stage"]),
+        (
+            ["actor.layout.vpp=2", "actor.layout.pp=2", "actor.layout.first_stage_layers=1"],
+            ["first_stage_layers=1 with vpp=2: the chunks of an interleaved pipeline are equal"],
         ),
     ],
 )
@@ -104,21 +114,41 @@ def test_key_value_heads_are_spread_or_copied_evenly(
             assert f"{role}.layout.tp={tp}" in refusal(*argv)
 
 
-def test_uneven_stages_name_the_legal_first_stages(make_model: MakeModel, tmp_path: Path) -> None:
+def test_uneven_stages_work_and_refusals_name_the_nearest_legal_ones(make_model: MakeModel, tmp_path: Path) -> None:
     model = make_model(num_hidden_layers=5)
-    argv = [f"model.path={model}", "actor.layout.pp=2", *own_data(tmp_path)]
-    assert "actor.layout.first_stage_layers=1, 2, 3 or 4" in refusal(*argv)
-    config = compose([*argv, "actor.layout.first_stage_layers=2"])
-    assert config.actor.layout.first_stage_layers == config.critic.layout.first_stage_layers == 2
+    argv = [f"model.path={model}", "cluster.devices=4", *own_data(tmp_path)]
+    assert compose([*argv, "actor.layout.pp=2"]).actor.layout.first_stage_layers is None
+    config = compose([*argv, "actor.layout.pp=2", "actor.layout.first_stage_layers=4"])
+    assert config.actor.layout.first_stage_layers == config.critic.layout.first_stage_layers == 4
+    message = refusal(*argv, "actor.layout.pp=4")
+    assert "actor.layout: 5 layers in stages of 2 leave nothing for the last of pp=4" in message
+    assert "nearest: first_stage_layers=2, or pp=3 or 5" in message
+    assert compose([*argv, "actor.layout.pp=4", "actor.layout.first_stage_layers=2"]).actor.layout.pp == 4
+
+
+def test_interleaving_is_inherited_where_it_fits(make_model: MakeModel, tmp_path: Path) -> None:
+    """PAR-01: a critic without a pipeline, or of layers that do not divide, is not interleaved."""
+    model, other = make_model(num_hidden_layers=8), make_model("other", num_hidden_layers=6)
+    argv = [f"model.path={model}", "cluster.devices=4", "actor.layout.pp=2", "actor.layout.vpp=2", *own_data(tmp_path)]
+    config = compose([*argv, f"critic.path={other}"])
+    assert (config.actor.layout.vpp, config.reference.layout.vpp) == (2, 2)
+    assert (config.critic.layout.pp, config.critic.layout.vpp) == (2, 1)
+    assert compose([*argv, "critic.layout.pp=1"]).critic.layout.vpp == 1
+    assert compose([*argv, "actor.layout.vpp=4"]).critic.layout.vpp == 4
+    assert "legal: vpp=1, 2 or 4" in refusal(*argv, "actor.layout.vpp=3")
 
 
 def test_stages_add_up_to_the_model() -> None:
-    for layers in range(1, 13):
-        for pp in range(1, layers + 1):
-            for first in [None, *legal_first_stages(layers, pp)]:
-                stages = stage_layers(layers, pp, first)
-                assert stages is None or (len(stages), sum(stages)) == (pp, layers)
-                assert stages is not None or first is None
+    for layers, pp, vpp, first in product(range(1, 13), range(1, 6), range(1, 5), [None, *range(1, 13)]):
+        if pipeline_problem(layers, pp, vpp, first) is None:
+            stages = stage_chunks(layers, pp, vpp, first)
+            assert [len(chunks) for chunks in stages] == [vpp] * pp and all(map(all, (map(len, c) for c in stages)))
+            virtual = [stages[number % pp][number // pp] for number in range(pp * vpp)]
+            assert [layer for chunk in virtual for layer in chunk] == list(range(layers))
+            assert first in (None, sum(map(len, stages[0])))
+        else:
+            with pytest.raises(ValueError, match="(legal|nearest): "):
+                stage_chunks(layers, pp, vpp, first)
 
 
 def test_head_sizes_that_the_cpu_engine_lacks_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
@@ -268,8 +298,7 @@ def test_a_knob_that_nothing_reads_is_refused(argv: list[str], expected: str) ->
 
 @pytest.mark.parametrize(
     "override",
-    ["actor.layout.cp=2", "actor.layout.vpp=2", "critic.layout.cp=2"]
-    + ["placement=standalone_rollout", "trainer.resume=auto"],
+    ["actor.layout.cp=2", "critic.layout.cp=2"] + ["placement=standalone_rollout", "trainer.resume=auto"],
 )
 def test_what_is_not_built_is_refused_by_name(override: str) -> None:
     message = refusal(override)

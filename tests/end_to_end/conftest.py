@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -78,3 +79,25 @@ class Command:
 @pytest.fixture
 def flowrl(tmp_path: Path) -> Command:
     return Command(tmp_path)
+
+
+def random_model(folder: Path, family: str, **sizes: Any) -> Path:
+    """A tiny model of four layers and random weights, with the tokenizer of the built-in model."""
+    import torch
+    import transformers
+
+    from flowrl.builtin.model import resolve_model
+
+    tiny = resolve_model("builtin:tiny", "~/.cache/flowrl")
+    ids = json.loads((tiny / "config.json").read_text())
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=128, initializer_range=0.1, tie_word_embeddings=False,
+        **{key: ids[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    for file in tiny.iterdir():
+        if "token" in file.name or file.name == "chat_template.jinja":
+            shutil.copyfile(file, folder / file.name)
+    return folder

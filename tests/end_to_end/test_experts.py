@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import Command
+from tests.end_to_end.conftest import Command, random_model
 from tests.end_to_end.test_runs import EVERY_RUN, SMALL, WITH_CRITIC, WITH_REFERENCE, check
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-MoE of random weights with the tokenizer of the built-in model."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from flowrl.builtin.model import resolve_model
-
-    tiny = resolve_model("builtin:tiny", "~/.cache/flowrl")
-    ids = json.loads((tiny / "config.json").read_text())
-    config = Qwen3MoeConfig(
-        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, intermediate_size=64,
-        max_position_embeddings=128, initializer_range=0.1, tie_word_embeddings=False,
-        **{key: ids[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")},
-    )  # fmt: skip
-    folder: Path = tmp_path_factory.mktemp("mixture") / "model"
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    for file in tiny.iterdir():
-        if "token" in file.name or file.name == "chat_template.jinja":
-            shutil.copyfile(file, folder / file.name)
-    return folder
+    sizes = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+    return random_model(tmp_path_factory.mktemp("mixture") / "model", "Qwen3Moe", intermediate_size=64, **sizes)
 
 
 LAYOUTS = {

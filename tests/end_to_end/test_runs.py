@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from tests.end_to_end.conftest import Command, Finished
+from tests.end_to_end.conftest import Command, Finished, random_model
 
 EVERY_RUN = {
     "step", "reward/mean", "reward/std", "response_tokens/mean", "response_tokens/clip_fraction", "policy/loss",
@@ -71,6 +72,30 @@ def test_a_run_of_four_processes_without_critic_exports_a_folder(flowrl: Command
     check(run, EVERY_RUN, WITH_CRITIC | WITH_REFERENCE)
     exported = {path.name for path in (run.folder / "export" / "step_3").iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= exported
+
+
+@pytest.mark.slow
+def test_an_interleaved_pipeline_runs_like_a_plain_one(flowrl: Command, tmp_path: Path) -> None:
+    """Actor, critic and reference in two stages of two chunks: rewards, losses and gradients as with one chunk each."""
+    model = random_model(tmp_path / "model", "Qwen3", intermediate_size=128)
+    # A random model solves nothing: this reward differs with every character of a response.
+    graded = tmp_path / "graded.py"
+    graded.write_text("def score(prompt, response, row):\n    return sum(map(ord, response)) % 7 / 7\n")
+    layout = ("actor.layout.pp=2", "rollout.layout.tp=2", "trainer.save_every=3", f"reward.function={graded}:score")
+    runs = [
+        flowrl(*SMALL, f"model.path={model}", *layout, f"actor.layout.vpp={vpp}", name=f"vpp{vpp}") for vpp in (1, 2)
+    ]
+    for run in runs:
+        check(run, EVERY_RUN | WITH_CRITIC | WITH_REFERENCE)
+    assert runs[0].metrics[1]["reward/std"] > 0
+    for plain, interleaved in zip(runs[0].metrics, runs[1].metrics, strict=True):
+        for name in ("reward/mean", "response_tokens/mean", "eval/reward/mean"):
+            assert plain.get(name) == interleaved.get(name), name
+        for name in ("policy/grad_norm", "value/loss", "policy/entropy", "kl/reference"):
+            assert interleaved.get(name) == pytest.approx(plain.get(name), rel=1e-3, abs=1e-6), name
+    plain, interleaved = (load_file(run.folder / "export" / "step_3" / "model.safetensors") for run in runs)
+    for name, weight in plain.items():
+        assert (weight - interleaved[name]).norm() <= 1e-3 * weight.norm(), name
 
 
 def last_rewards(run: Finished) -> tuple[float, float]:

@@ -9,11 +9,10 @@ import numpy as np
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding import families
-from flowrl.resharding.families import Box
+from flowrl.resharding.families import Box, train_stage_layers
 from flowrl.resharding.needs import rank_needs
 from flowrl.resharding.plan import MovePlan
 from flowrl.resharding.plan.move import Parcel
-from flowrl.resharding.plan.tables import train_stage_layers
 from flowrl.resharding.ranks import ParallelSizes, RankPlace
 
 DENSE = ModelShape(

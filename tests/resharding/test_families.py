@@ -20,9 +20,10 @@ from flowrl.resharding.families import (
     check_tensor_parallel,
     hf_tensors,
     padded_vocab_size,
-    stage_layers,
     stage_parameters,
+    train_stage_layers,
 )
+from flowrl.resharding.ranks import ParallelSizes
 
 
 def shape_of(
@@ -57,7 +58,7 @@ def shape_of(
 
 
 def held(shape: ModelShape, tp: int, pp: int) -> dict[tuple[int, int], tuple[Parameter, ...]]:
-    stages = stage_layers(shape.num_layers, pp)
+    stages = train_stage_layers(shape.num_layers, ParallelSizes(pp=pp))
     return {
         (stage, rank): stage_parameters(
             shape, tp=tp, tp_rank=rank, layers=stages[stage], first=stage == 0, last=stage == pp - 1
@@ -116,7 +117,7 @@ def test_ranks_hold_every_element_of_every_expert_exactly_once(architecture: str
     counts = {tensor.name: torch.zeros(tensor.shape, dtype=torch.int64) for tensor in hf_tensors(shape)}
     assert len(counts) == 3 + shape.num_layers * (7 + 3 * 8)
     assert sum(count.numel() for count in counts.values()) == shape.num_parameters
-    stages = stage_layers(shape.num_layers, pp)
+    stages = train_stage_layers(shape.num_layers, ParallelSizes(pp=pp))
     for stage, rank, part in itertools.product(range(pp), range(ep), range(etp)):
         shard = ExpertShard(ep=ep, ep_rank=rank, etp=etp, etp_rank=part)
         ends = {"first": stage == 0, "last": stage == pp - 1}
@@ -173,18 +174,6 @@ def test_gate_and_up_shares_of_a_rank_are_stacked() -> None:
 )
 def test_vocabulary_is_padded_to_a_multiple_of_64_and_the_ranks(vocab: int, tp: int, padded: int) -> None:
     assert padded_vocab_size(vocab, tp) == padded
-
-
-def test_uneven_first_stage_takes_its_layers_and_the_rest_is_shared() -> None:
-    assert stage_layers(8, 3, 2) == [range(2), range(2, 5), range(5, 8)]
-    assert stage_layers(4, 2) == [range(2), range(2, 4)]
-    assert stage_layers(3, 1, None) == [range(3)]
-
-
-@pytest.mark.parametrize(("layers", "pp", "first"), [(5, 2, None), (8, 3, 3), (4, 2, 4), (4, 2, 0)])
-def test_layers_that_do_not_divide_are_refused_with_numbers(layers: int, pp: int, first: int | None) -> None:
-    with pytest.raises(ValueError, match=f"{layers} layers cannot be cut into {pp} pipeline stages"):
-        stage_layers(layers, pp, first)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tp"), itertools.chain([(4, 2, 3), (12, 4, 6), (4, 2, 8)]))

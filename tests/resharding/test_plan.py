@@ -13,9 +13,9 @@ from plan_cases import DENSE, MIXTRAL, MOE, TIED, held_by, masks, needed_by, rep
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding import families
+from flowrl.resharding.families import train_stage_layers
 from flowrl.resharding.needs import rank_needs, stage_layers
 from flowrl.resharding.plan import MovePlan, choose_order, plan_move
-from flowrl.resharding.plan.tables import train_stage_layers
 from flowrl.resharding.ranks import ParallelSizes, disaggregated, groups, numbering
 from flowrl.resharding.regions import bound_bytes, disjoint, num_elements
 from flowrl.resharding.shapes import SHAPES
@@ -278,12 +278,40 @@ def test_layers_that_do_not_divide_go_before_the_last_stage_of_an_engine(
 
 def test_training_stages_may_be_uneven_or_interleaved() -> None:
     assert [len(stage) for stage in train_stage_layers(61, ParallelSizes(pp=16))] == [4] * 15 + [1]
+    assert train_stage_layers(5, ParallelSizes(pp=2)) == [[0, 1, 2], [3, 4]]
     assert train_stage_layers(8, ParallelSizes(pp=2, vpp=2)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert train_stage_layers(5, ParallelSizes(pp=2, first_stage_layers=1)) == [[0], [1, 2, 3, 4]]
-    with pytest.raises(ValueError, match="5 layers in stages of 2 leave nothing for the last of pp=4; use pp=3"):
-        train_stage_layers(5, ParallelSizes(pp=4))
-    with pytest.raises(ValueError, match="6 layers do not divide into pp=2 x vpp=2 = 4 chunks"):
-        train_stage_layers(6, ParallelSizes(pp=2, vpp=2))
+    assert train_stage_layers(8, ParallelSizes(pp=3, first_stage_layers=2)) == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert train_stage_layers(3, ParallelSizes()) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "message"),
+    [
+        (5, ParallelSizes(pp=4), r"5 layers in stages of 2 leave nothing for the last of pp=4; .* or pp=3 or 5"),
+        (6, ParallelSizes(pp=2, vpp=2), r"6 layers do not divide into pp=2 x vpp=2 = 4 chunks; legal: vpp=1 or 3"),
+        (8, ParallelSizes(pp=3, first_stage_layers=3), r"3 on the first .*; nearest: first_stage_layers=2 or 4"),
+        (4, ParallelSizes(pp=2, first_stage_layers=4), r"4 layers cannot be cut into pp=2 stages with 4 on the first"),
+        (4, ParallelSizes(vpp=2), r"pp=1 has one stage"),
+    ],
+)
+def test_layers_that_cannot_be_staged_are_refused_with_numbers(layers: int, sizes: ParallelSizes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_stage_layers(layers, sizes)
+
+
+def test_an_interleaved_pipeline_moves_what_its_stages_lack_and_no_more() -> None:
+    """Generation stages of one chunk each need nothing; two stages of two chunks each have half of theirs."""
+    train = ParallelSizes(pp=2, vpp=2)
+    layers = WIDE.num_parameters - (2 * WIDE.vocab_size + 1) * WIDE.hidden_size
+    for rollout, lacking in (
+        (ParallelSizes(pp=4), 0),
+        (ParallelSizes(tp=2, pp=4), 0),
+        (ParallelSizes(pp=2), layers // 4),
+    ):
+        made = plan_move(WIDE, train, rollout, numbering(8, train, rollout))
+        assert made.received == made.bound == (2 * lacking,) * 8, rollout
+        assert made.imported == sum(made.import_bound)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flowrl.config.model_shape import read_model_shape
-from flowrl.resharding.needs import rank_needs
+from flowrl.resharding.needs import rank_needs, stage_layers
 from flowrl.resharding.ranks import ParallelSizes
 from flowrl.resharding.regions import disjoint
 
@@ -42,6 +42,17 @@ def make_folder(root: Path, name: str) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(COMMON | MODELS[name]))
     return folder
+
+
+def test_stages_of_an_engine_have_the_layers_that_vllm_gives_them() -> None:
+    """PAR-07."""
+    pytest.importorskip("vllm")
+    from vllm.distributed.utils import get_pp_indices
+
+    for layers, pp in product(range(1, 62), range(1, 9)):
+        if pp <= layers:
+            stages = [range(*get_pp_indices(layers, stage, pp)) for stage in range(pp)]
+            assert stages == stage_layers(layers, pp), (layers, pp)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_layout_strings_are_sizes_in_any_order() -> None:
         ([*TINY, "rollout=tp8", "model=x"], r"model is given twice"),
         (["model=gpt-9", "train=dp2", "rollout=tp1"], r"model=gpt-9 is neither a folder nor a named shape; named are: llama-7b"),
         (["model=llama-tiny", "train=tp2ep2dp2", "rollout=tp1"], r"LlamaForCausalLM has no experts"),
-        (["model=llama-tiny", "train=pp8dp1", "rollout=tp1"], r"4 layers in stages of 1 leave nothing for .* pp=8; use pp=4"),
+        (["model=llama-tiny", "train=pp8dp1", "rollout=tp1"], r"4 layers in stages of 1 leave nothing for .* pp=8; nearest: pp=4"),
         (["model=llama-tiny", "train=dp2", "rollout=tp2", "out=/proc/none/x"], r"out=/proc/none/x cannot be written"),
     ],
 )  # fmt: skip

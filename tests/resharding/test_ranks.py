@@ -82,6 +82,19 @@ def test_ranks_follow_the_common_refinement() -> None:
             assert (place.rollout.tp, place.rollout.pp) == (x * t2 // x_size, y * p2 // y_size)
 
 
+def test_interleaved_stages_keep_the_most_that_layouts_allow() -> None:
+    """A rank's engine stage takes layers of its own training stage, where one such stage has them all."""
+    for (t, p, v), (t2, p2) in product(product((1, 2), (2, 3), (2, 3)), product((1, 2, 4), (1, 2, 4, 6, 12))):
+        train, rollout = ParallelSizes(tp=t, pp=p, vpp=v), ParallelSizes(tp=t2, pp=p2)
+        world = max(t, t2) * int(np.lcm(p, p2))
+        places = numbering(world, train, rollout)
+        check_groups(places)
+        for place in places:
+            assert place.train and place.rollout
+            chunk = place.rollout.pp * p * v // p2
+            assert p2 % (p * v) or place.train.pp == chunk % p
+
+
 def test_smaller_generation_groups_are_strided_and_micro_groups_consecutive() -> None:
     """The example of HybridFlow (Sheng et al. 2024, section 5.3): training TP 4, generation TP 2."""
     places = numbering(4, ParallelSizes(tp=4), ParallelSizes(tp=2))

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.resharding.families import Box, hf_tensors, stage_layers, stage_parameters
+from flowrl.resharding.families import Box, hf_tensors, stage_parameters, train_stage_layers
+from flowrl.resharding.ranks import ParallelSizes
 from flowrl.resharding.regions import (
     bound_bytes,
     disjoint,
@@ -71,7 +72,7 @@ def held_by(shape: ModelShape, tp: int, pp: int, world: int) -> list[dict[str, l
     held: list[dict[str, list[Box]]] = []
     for rank in range(world):
         stage = rank // tp // replicas
-        layers = stage_layers(shape.num_layers, pp)[stage]
+        layers = train_stage_layers(shape.num_layers, ParallelSizes(pp=pp))[stage]
         there: dict[str, list[Box]] = {}
         for parameter in stage_parameters(
             shape, tp=tp, tp_rank=rank % tp, layers=layers, first=stage == 0, last=stage == pp - 1

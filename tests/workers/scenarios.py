@@ -48,6 +48,7 @@ class Cell:
     ep: int = 1
     etp: int = 1
     first_stage_layers: int | None = None
+    vpp: int = 1
     budget: int = 4096
     order: tuple[int, ...] | None = None
     dtype: str = "float32"
@@ -62,7 +63,7 @@ OPTIM = OptimConfig(lr=1e-2, eps=1e-5, clip_grad=1.0)
 
 def layout_of(cell: Cell) -> TrainLayout:
     return TrainLayout(
-        tp=cell.tp, pp=cell.pp, vpp=1, first_stage_layers=cell.first_stage_layers, cp=1, ep=cell.ep, etp=cell.etp
+        tp=cell.tp, pp=cell.pp, vpp=cell.vpp, first_stage_layers=cell.first_stage_layers, cp=1, ep=cell.ep, etp=cell.etp
     )
 
 
@@ -177,11 +178,7 @@ def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Reduced gradients by Hugging Face name, on every rank; not with the distributed optimizer."""
-    gradients = {
-        engine._global_name(name): parameter.main_grad
-        for name, parameter in engine._gpt.named_parameters()
-        if engine._head.is_language_model or not name.startswith("output_layer")
-    }
+    gradients = {name: parameter.main_grad for name, parameter in engine.weights._parameters.items()}
     table = ModelWeights(
         engine._shape,
         engine._config.layout,
@@ -194,7 +191,7 @@ def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
 
 def local_state(engine: Engine) -> list[torch.Tensor]:
     """Copies of this rank's parameters and optimizer moments."""
-    tensors = [parameter.detach().clone() for parameter in engine._gpt.parameters()]
+    tensors = [p.detach().clone() for chunk in engine._chunks for p in chunk.parameters()]
     optimizer = engine._optimizer
     assert optimizer is not None
     for part in optimizer._optimizer.chained_optimizers:

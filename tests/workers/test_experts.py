@@ -18,8 +18,10 @@ from flowrl.protocol import DataProto
 from flowrl.resharding.ranks import ParallelSizes
 
 TWO = [Cell(ep=2), Cell(etp=2), Cell(tp=2), Cell(tp=2, etp=2), Cell(tp=2, ep=2), Cell(pp=2), Cell(budget=24)]
+TWO.append(Cell(pp=2, vpp=2, budget=24))
 FOUR = [Cell(tp=2, ep=2), Cell(tp=2, ep=2, etp=2), Cell(tp=2, ep=4), Cell(pp=2, ep=2), Cell(tp=4, ep=2, etp=2)]
 FOUR += [
+    Cell(tp=2, pp=2, vpp=2, ep=2),
     Cell(tp=2, ep=2, beside=ParallelSizes(tp=4)),
     Cell(tp=2, ep=2, etp=2, beside=ParallelSizes(tp=4)),
     Cell(tp=2, ep=4, beside=ParallelSizes(tp=2, ep=2)),
@@ -111,7 +113,7 @@ def test_a_critic_with_experts_learns_the_same_in_every_layout(model_folder: dic
 @FAMILIES
 def test_a_mixture_comes_out_as_it_went_in(model_folder: dict[str, Path], tmp_path: Path, family: str) -> None:
     """PAR-08: bit for bit, whatever the split of the experts."""
-    cells = [Cell(), Cell(ep=2), Cell(tp=2, etp=2), Cell(tp=2, ep=2), Cell(pp=2)]
+    cells = [Cell(), Cell(ep=2), Cell(tp=2, etp=2), Cell(tp=2, ep=2), Cell(pp=2), Cell(pp=2, vpp=2)]
     run(2, export_cells, model_folder[family], cells, tmp_path)
     expected = load_file(model_folder[family] / "model.safetensors")
     for number, cell in enumerate(cells):

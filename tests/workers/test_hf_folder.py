@@ -87,7 +87,7 @@ def test_loaded_then_exported_folder_is_bit_identical(
 ) -> None:
     """PAR-05 (padding stays here), PAR-07 (a tied model has no head of its own), CKP-03 (other files as they are)."""
     folder = model_folder[family]
-    cells = [Cell(tp=2), Cell(pp=2), Cell()]
+    cells = [Cell(tp=2), Cell(pp=2), Cell(pp=2, vpp=2), Cell()]
     run(2, export_cells, folder, cells, tmp_path)
     original = tensors_of(folder)
     for number in range(len(cells)):

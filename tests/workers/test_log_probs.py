@@ -48,7 +48,12 @@ def test_tensor_and_pipeline_parallel_layouts_give_the_same_log_probs(
     model_folder: dict[str, Path], batch: DataProto, family: str
 ) -> None:
     """PAR-05 (the vocabulary 131 is padded), PAR-03 (rows come back in input order), BAT-01 (five rows over two)."""
-    check(model_folder[family], batch, 2, [Cell(tp=2), Cell(pp=2, budget=24), Cell(budget=24)])
+    check(
+        model_folder[family],
+        batch,
+        2,
+        [Cell(tp=2), Cell(pp=2, budget=24), Cell(pp=2, vpp=2, budget=24), Cell(budget=24)],
+    )
 
 
 def test_two_by_two_layout_gives_the_same_log_probs(model_folder: dict[str, Path], batch: DataProto) -> None:

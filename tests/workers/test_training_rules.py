@@ -28,12 +28,12 @@ from flowrl.protocol import DataProto, Ragged
     [
         Cell(),
         Cell(tp=2),
-        Cell(pp=2),
+        Cell(dtype="bfloat16", pp=2, vpp=2),
         Cell(distributed_optimizer=True),
         Cell(dtype="bfloat16", distributed_optimizer=True),
         Cell(dtype="bfloat16", tp=2),
     ],
-    ids=["dp2", "tp2", "pp2", "sharded", "bf16-sharded", "bf16-tp2"],
+    ids=["dp2", "tp2", "bf16-pp2vpp2", "sharded", "bf16-sharded", "bf16-tp2"],
 )
 def test_gradient_that_is_not_finite_skips_the_step_on_all_ranks(
     model_folder: dict[str, Path], batch: DataProto, cell: Cell
@@ -94,7 +94,7 @@ def test_both_copies_of_a_tied_embedding_stay_bit_equal(model_folder: dict[str, 
 
 def test_critic_starts_at_zero_and_learns_the_same_in_every_layout(model_folder: dict[str, Path]) -> None:
     """The trunk learns from the second step on: a head at zero hides it in the first."""
-    cells = [Cell(), Cell(budget=8), Cell(tp=2), Cell(pp=2)]
+    cells = [Cell(), Cell(budget=8), Cell(tp=2), Cell(pp=2), Cell(pp=2, vpp=2)]
     for folder in ("Llama", "tied"):
         results = run(2, critic_cells, model_folder[folder], cells, value_batch())[0]
         base = results[0]

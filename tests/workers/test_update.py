@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCAB, folder_names, make_batch
+from models import VOCAB, folder_names, make_batch, make_model
 from processes import run
 from scenarios import OPTIM, Cell, update_cells
 
@@ -28,6 +28,9 @@ CELLS = {
         Cell(tp=2, budget=MANY),
         Cell(pp=2),
         Cell(pp=2, budget=MANY),
+        Cell(pp=2, vpp=2),
+        Cell(pp=2, vpp=2, budget=MANY),
+        Cell(pp=2, vpp=2, distributed_optimizer=True, recompute=True, budget=TWO),
         Cell(),
         Cell(budget=TWO),
         Cell(budget=MANY, order=(4, 2, 0, 3, 1)),
@@ -39,6 +42,8 @@ CELLS = {
         Cell(tp=2, budget=MANY, order=(4, 2, 0, 3, 1)),
         Cell(tp=2, beside=ParallelSizes(tp=4)),
         Cell(tp=2, pp=2, budget=MANY),
+        Cell(tp=2, pp=2, vpp=2, budget=MANY),
+        Cell(pp=2, vpp=2, budget=TWO),
         Cell(tp=4),
     ],
 }
@@ -123,9 +128,28 @@ def test_update_of_biased_and_tied_models_does_not_depend_on_the_layout(
     """PAR-07: the two copies of a tied embedding learn as one."""
     expected = hugging_face_update(model_folder[family], update_batch)
     cells = [Cell(tp=2), Cell(pp=2, budget=TWO), Cell(pp=2, distributed_optimizer=True), Cell()]
+    cells.append(Cell(pp=2, vpp=2))
     for cell, one in zip(
         cells, run(2, update_cells, model_folder[family], cells, update_batch, CONFIG)[0], strict=True
     ):
+        check(one, expected, cell)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layers", "cells"),
+    [
+        (2, 5, [Cell(pp=2, budget=TWO), Cell(pp=2, first_stage_layers=2, distributed_optimizer=True)]),
+        pytest.param(4, 8, [Cell(pp=4, vpp=2, budget=MANY), Cell(pp=2, vpp=4, budget=TWO)], marks=pytest.mark.slow),
+    ],
+    ids=["uneven", "interleaved"],
+)
+def test_update_of_a_tied_model_does_not_depend_on_the_cut_of_its_layers(
+    tmp_path: Path, update_batch: DataProto, world_size: int, layers: int, cells: list[Cell]
+) -> None:
+    """PAR-07: five layers in stages of three and two or two and three; eight layers in eight chunks."""
+    folder = make_model(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=layers)
+    expected = hugging_face_update(folder, update_batch)
+    for cell, one in zip(cells, run(world_size, update_cells, folder, cells, update_batch, CONFIG)[0], strict=True):
         check(one, expected, cell)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.resharding.families import stage_layers
 from flowrl.resharding.needs import check_rollout
 from flowrl.resharding.plan.options import Layout, parse_layout
 from flowrl.resharding.plan.tables import check_train
@@ -133,7 +132,6 @@ def check_model(shape: ModelShape, options: BenchmarkOptions) -> None:
             f"its moves"
         )
     check_train(shape, options.train.sizes)
-    stage_layers(shape.num_layers, options.train.sizes.pp)
     for layout in options.rollouts:
         check_rollout(shape, layout.sizes)
 

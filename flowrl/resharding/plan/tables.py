@@ -40,34 +40,6 @@ class ModelTable:
     rollout_experts: tuple[range, ...]
 
 
-def train_stage_layers(num_layers: int, sizes: ParallelSizes) -> list[list[int]]:
-    """Layers of each training stage: equal shares; where they do not divide, the last stage has fewer.
-
-    With `vpp` a stage has that many chunks, dealt round; with `first_stage_layers` the others share the rest.
-
-    Errors: `ValueError` with the arithmetic.
-    """
-    pp, vpp = sizes.pp, sizes.vpp
-    if pp == 1:
-        return [list(range(num_layers))]
-    if sizes.first_stage_layers is not None:
-        return [list(layers) for layers in families.stage_layers(num_layers, pp, sizes.first_stage_layers)]
-    if vpp > 1:
-        if num_layers % (pp * vpp):
-            raise ValueError(f"{num_layers} layers do not divide into pp={pp} x vpp={vpp} = {pp * vpp} chunks")
-        size = num_layers // (pp * vpp)
-        chunks = [range(start, start + size) for start in range(0, num_layers, size)]
-        return [[layer for chunk in chunks[stage::pp] for layer in chunk] for stage in range(pp)]
-    share = -(-num_layers // pp)
-    stages = [list(range(start, min(start + share, num_layers))) for start in range(0, pp * share, share)]
-    if not stages[-1]:
-        fit = next(size for size in range(pp, 0, -1) if (size - 1) * -(-num_layers // size) < num_layers)
-        raise ValueError(
-            f"{num_layers} layers in stages of {share} leave nothing for the last of pp={pp}; use pp={fit} or fewer"
-        )
-    return stages
-
-
 def check_train(shape: ModelShape, sizes: ParallelSizes) -> None:
     """Errors: `ValueError` with the numbers where the trainer cannot be cut this way."""
     try:
@@ -77,7 +49,7 @@ def check_train(shape: ModelShape, sizes: ParallelSizes) -> None:
             dense = experts.attention_shape(shape, sizes.tp) if shape.num_experts else shape
             families.check_tensor_parallel(dense, sizes.tp)
         families.check_expert_parallel(shape, sizes.ep, sizes.etp)
-        train_stage_layers(shape.num_layers, sizes)
+        families.train_stage_layers(shape.num_layers, sizes)
     except ValueError as error:
         raise ValueError(f"train {sizes}: {error}") from None
 
@@ -162,7 +134,7 @@ def model_table(shape: ModelShape, train: ParallelSizes, rollout: ParallelSizes)
     return ModelTable(
         tuple(kinds),
         _end_cells(shape, train, rollout),
-        tuple(tuple(layers) for layers in train_stage_layers(shape.num_layers, train)),
+        tuple(tuple(layers) for layers in families.train_stage_layers(shape.num_layers, train)),
         tuple(tuple(layers) for layers in needs.stage_layers(shape.num_layers, rollout.pp)),
         {name: (held_at[name], tuple(kept_at[name])) for name in kept_at},
         tuple(experts.local_experts(shape, train.ep, rank) for rank in range(train.ep)),
