@@ -9,7 +9,7 @@ from typing import TypeVar
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding import experts, families, latent, needs
 from flowrl.resharding.families import EMBEDDING, HEAD, Box, Parameter
-from flowrl.resharding.plan.cells import Cell, Memory, Place, Shard, cut_cells
+from flowrl.resharding.plan.cells import Cell, Memory, Place, cut_cells
 from flowrl.resharding.ranks import ParallelSizes
 from flowrl.resharding.shapes import LatentShape
 
@@ -135,7 +135,9 @@ def _kind(
     cells = cut_cells(_layer_shapes(shape, layer), held, needed, memory)
     expert_cells: list[Cell] = []
     if sparse:
-        shards = [families.expert_parameters(shape, layer, 0, etp=train.etp, etp_rank=rank) for rank in range(train.etp)]
+        shards = [
+            families.expert_parameters(shape, layer, 0, etp=train.etp, etp_rank=rank) for rank in range(train.etp)
+        ]
         held = [_rename(_boxes(shard), layer) for shard in shards]
         slices = needs.expert_slices(rollout)
         needed = [_rename(needs.expert_boxes(shape, layer, 0, slices, rank), layer) for rank in range(slices)]

@@ -14,7 +14,6 @@ from flowrl.resharding.plan.cells import Cell, Part, Place
 from flowrl.resharding.plan.tables import ModelTable
 from flowrl.resharding.ranks import RankPlace
 
-
 Key = tuple[bool, int, int, Place]
 
 
