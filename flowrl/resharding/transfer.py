@@ -18,12 +18,11 @@ import torch.distributed as dist
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding.families import Box, hf_tensors
 from flowrl.resharding.layouts import Layouts
-from flowrl.resharding.plan import MovePlan, plan_move
-from flowrl.resharding.process_groups import process_group
+from flowrl.resharding.plan import plan_move
 from flowrl.resharding.proof import prove
 from flowrl.resharding.recorder import Recording, place_of
 from flowrl.resharding.steps import Regions, Slot, Step, check_sides, make_counts, make_steps
-from flowrl.resharding.waiting import give_up, wait_for
+from flowrl.resharding.world import World, default_world
 
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Most bytes of a bucket, what a rank sends and receives in it together, by device type."""
@@ -82,10 +81,11 @@ class _Travelling:
 
 
 class Transfer:
-    """The way from a trainer's weights to an engine's, over all ranks of the default group.
+    """The way from a trainer's weights to an engine's, over all ranks of `world`; None: of the default group.
 
     `recording` says what this rank's engine keeps where in `parameters`, `held` is what this rank's trainer holds; later
-    moves must give the same boxes. Made on all ranks at once.
+    moves must give the same boxes. A rank without an engine has a recording without regions, one without a trainer
+    holds nothing. `held_dtype` is the trainer's, None: as `held`. Made on all ranks at once.
 
     Errors: `ValueError` where the model cannot be cut into the layouts, or trainer or engine differ from the plan.
     """
@@ -99,14 +99,16 @@ class Transfer:
         held: Sequence[Held],
         *,
         bucket_bytes: int | None = None,
+        world: World | None = None,
+        held_dtype: torch.dtype | None = None,
     ) -> None:
         self._recording = recording
         self._places = [place_of(region, parameters[region.parameter]) for region in recording.regions]
         self._shapes = {tensor.name: tensor.shape for tensor in hf_tensors(shape)}
-        self._device = self._places[0].device
-        self._rank = dist.get_rank()
+        self.world = world or default_world(held[0].tensor.device)
+        self._device, self._rank = self.world.device, self.world.rank
         self._keys = [(region.name, region.box) for region in held]
-        self._wire_dtype = min(held[0].tensor.dtype, recording.dtype, key=lambda dtype: dtype.itemsize)
+        self._wire_dtype = min(held_dtype or held[0].tensor.dtype, recording.dtype, key=lambda dtype: dtype.itemsize)
         self.plan = plan_move(
             shape,
             layouts.train,
@@ -120,7 +122,7 @@ class Transfer:
         check_sides(self.plan, self._rank, here, there)
         self._steps = make_steps(self.plan, self._rank, here, there)
         self._counts = make_counts(self.plan, self._rank, here, kept_keys)
-        self._groups = _make_groups(self.plan)
+        self._groups = self.world.groups(group.ranks for stage in self.plan.stages for group in stage.groups)
 
     def _views(self, held: Sequence[Held]) -> list[torch.Tensor]:
         if [(region.name, region.box) for region in held] != self._keys:
@@ -149,7 +151,8 @@ class Transfer:
             before = travelling
         if before is not None:
             self._finish(before, traffic)
-        self._meet()
+        # Nobody goes on alone after a failure elsewhere.
+        self.world.all_reduce(torch.zeros(1, device=self._device), "the end of the move")
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return MoveReport(
@@ -185,7 +188,7 @@ class Transfer:
                 incoming, outgoing, list(step.received), list(step.sent), self._groups[step.group], async_op=True
             )
         except RuntimeError as error:
-            raise _broken(self._what(step), error) from error
+            raise self.world.broken(self._what(step), error) from error
         _add(traffic.seconds, step.stage, time.perf_counter() - start)
         return _Travelling(step, incoming, outgoing, extra, work)
 
@@ -202,10 +205,7 @@ class Transfer:
         """Wait for a bucket and install it."""
         start = time.perf_counter()
         step, incoming = travelling.step, travelling.incoming
-        try:
-            wait_for(travelling.work, self._device)
-        except RuntimeError as error:
-            raise _broken(self._what(step), error) from error
+        self.world.wait(travelling.work, self._what(step))
         for slot in step.installs:
             place = self._places[slot.region][slot.there]
             if place.data_ptr() != incoming.data_ptr():
@@ -214,16 +214,8 @@ class Transfer:
         _add(traffic.seconds, step.stage, time.perf_counter() - start)
 
     def _what(self, step: Step) -> str:
-        ranks = ", ".join(map(str, step.group))
-        return f"rank {self._rank}: the exchange of bucket {step.number} of stage {step.stage} among ranks {ranks}"
-
-    def _meet(self) -> None:
-        """Wait until the move is over on all ranks: nobody goes on alone after a failure elsewhere."""
-        try:
-            arrived = dist.all_reduce(torch.zeros(1, device=self._device), async_op=True)
-            wait_for(arrived, self._device)
-        except RuntimeError as error:
-            raise _broken(f"rank {self._rank}: the end of the move", error) from error
+        ranks = ", ".join(self.world.names[rank] for rank in step.group)
+        return f"the exchange of bucket {step.number} of stage {step.stage} among {ranks}"
 
     @torch.no_grad()
     def verify(self, held: Sequence[Held]) -> int:
@@ -233,25 +225,7 @@ class Transfer:
         """
         here = [(name, view) for (name, _), view in zip(self._keys, self._views(held), strict=True)]
         there = list(zip(self._recording.regions, self._places, strict=True))
-        return prove(self._counts, self._shapes, here, there, self._recording.dtype)
-
-
-def _make_groups(plan: MovePlan) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Groups of all stages, made in one order on all ranks; a group of all ranks is there already."""
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    found = {tuple(range(dist.get_world_size())): everyone}
-    for group in (group.ranks for stage in plan.stages for group in stage.groups):
-        if group not in found:
-            found[group] = process_group(group)
-    return found
-
-
-def _broken(what: str, error: RuntimeError) -> RuntimeError:
-    """The error of this rank, told to the others too."""
-    message = f"{what} failed, because a rank has died or given up: {error}"
-    give_up(message)
-    return RuntimeError(message)
+        return prove(self._counts, self._shapes, here, there, self._recording.dtype, self.world)
 
 
 def _part(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
