@@ -22,7 +22,7 @@ def hold_together(parameters: Mapping[str, torch.nn.Parameter]) -> tuple[torch.T
     Whoever keeps the old `parameter.data` keeps old memory: call it before anything does.
     """
     kinds: dict[tuple[torch.dtype, bool], list[torch.nn.Parameter]] = {}
-    for name, parameter in reversed(parameters.items()):
+    for name, parameter in reversed(list(parameters.items())):
         kinds.setdefault((parameter.dtype, EXPERTS in name), []).append(parameter)
     return tuple(_hold(members) for members in kinds.values())
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding.clock import Clock
@@ -22,13 +21,11 @@ from flowrl.resharding.copies import Pair, copy_all, in_place, pair_up
 from flowrl.resharding.exchange import start
 from flowrl.resharding.families import Box, hf_tensors
 from flowrl.resharding.layouts import Layouts
-from flowrl.resharding.plan import MovePlan
 from flowrl.resharding.prepare import prepare
-from flowrl.resharding.process_groups import process_group
 from flowrl.resharding.proof import prove
 from flowrl.resharding.recorder import Recording, place_of
 from flowrl.resharding.steps import Step
-from flowrl.resharding.waiting import give_up, wait_for
+from flowrl.resharding.world import World, default_world
 
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Most bytes of a bucket, what a rank sends and receives in it together, by device type."""
@@ -101,10 +98,11 @@ class _Travelling:
 
 
 class Transfer:
-    """The way from a trainer's weights to an engine's, over all ranks of the default group.
+    """The way from a trainer's weights to an engine's, over all ranks of `world`; None: of the default group.
 
     `recording` says what this rank's engine keeps where in `parameters`, `held` is what this rank's trainer holds; later
-    moves must give the same boxes. Made on all ranks at once.
+    moves must give the same boxes. A rank without an engine has a recording without regions, one without a trainer
+    holds nothing. `held_dtype` is the trainer's, None: as `held`. Made on all ranks at once.
 
     Errors: `ValueError` where the model cannot be cut into the layouts, or trainer or engine differ from the plan.
     """
@@ -118,14 +116,16 @@ class Transfer:
         held: Sequence[Held],
         *,
         bucket_bytes: int | None = None,
+        world: World | None = None,
+        held_dtype: torch.dtype | None = None,
     ) -> None:
         self._recording = recording
         self._places = [place_of(region, parameters[region.parameter]) for region in recording.regions]
         self._shapes = {tensor.name: tensor.shape for tensor in hf_tensors(shape)}
-        self._device = self._places[0].device
-        self._rank = dist.get_rank()
+        self.world = world or default_world(held[0].tensor.device)
+        self._device, self._rank = self.world.device, self.world.rank
         self._keys = tuple((region.name, region.box) for region in held)
-        self._wire_dtype = min(held[0].tensor.dtype, recording.dtype, key=lambda dtype: dtype.itemsize)
+        self._wire_dtype = min(held_dtype or held[0].tensor.dtype, recording.dtype, key=lambda dtype: dtype.itemsize)
         prepared = prepare(
             shape,
             layouts,
@@ -136,7 +136,7 @@ class Transfer:
             bucket_bytes=bucket_bytes or BUCKET_BYTES[self._device.type],
         )
         self.plan, self._steps, self._counts = prepared.plan, prepared.steps, prepared.counts
-        self._groups = _make_groups(self.plan)
+        self._groups = self.world.groups(group.ranks for stage in self.plan.stages for group in stage.groups)
         self._memory: list[int] | None = None
         self._own: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._buckets: list[_Bucket] = []
@@ -191,7 +191,8 @@ class Transfer:
             before = travelling
         if before is not None:
             self._finish(before, traffic, clock)
-        self._meet()
+        # Nobody goes on alone after a failure elsewhere.
+        self.world.all_reduce(torch.zeros(1, device=self._device), "the end of the move")
         clock.lap("meet")
         stage_seconds = clock.read()
         return MoveReport(
@@ -225,7 +226,7 @@ class Transfer:
         try:
             works = start(step, incoming, outgoing, self._groups[step.group])
         except RuntimeError as error:
-            raise _broken(self._what(step), error) from error
+            raise self.world.broken(self._what(step), error) from error
         traffic.received += step.received * self._wire_dtype.itemsize
         traffic.collectives += len(works)
         return _Travelling(bucket, incoming, outgoing, extra, works)
@@ -236,11 +237,8 @@ class Transfer:
     def _finish(self, travelling: _Travelling, traffic: _Traffic, clock: Clock) -> None:
         """Wait for a bucket and install it."""
         bucket, incoming = travelling.bucket, travelling.incoming
-        try:
-            for work in travelling.works:
-                wait_for(work, self._device)
-        except RuntimeError as error:
-            raise _broken(self._what(bucket.step), error) from error
+        for work in travelling.works:
+            self.world.wait(work, self._what(bucket.step))
         clock.lap(bucket.step.stage)
         if bucket.target is None:
             copy_all([pair.view for pair in bucket.installs], [pair.of(incoming) for pair in bucket.installs])
@@ -248,16 +246,8 @@ class Transfer:
         clock.lap("install")
 
     def _what(self, step: Step) -> str:
-        ranks = ", ".join(map(str, step.group))
-        return f"rank {self._rank}: the exchange of bucket {step.number} of stage {step.stage} among ranks {ranks}"
-
-    def _meet(self) -> None:
-        """Wait until the move is over on all ranks: nobody goes on alone after a failure elsewhere."""
-        try:
-            arrived = dist.all_reduce(torch.zeros(1, device=self._device), async_op=True)
-            wait_for(arrived, self._device)
-        except RuntimeError as error:
-            raise _broken(f"rank {self._rank}: the end of the move", error) from error
+        ranks = ", ".join(self.world.names[rank] for rank in step.group)
+        return f"the exchange of bucket {step.number} of stage {step.stage} among {ranks}"
 
     @torch.no_grad()
     def verify(self, held: Sequence[Held]) -> int:
@@ -267,22 +257,4 @@ class Transfer:
         """
         here = [(name, view) for (name, _), view in zip(self._keys, self._views(held), strict=True)]
         there = list(zip(self._recording.regions, self._places, strict=True))
-        return prove(self._counts, self._shapes, here, there, self._recording.dtype)
-
-
-def _make_groups(plan: MovePlan) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Groups of all stages, made in one order on all ranks; a group of all ranks is there already."""
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    found = {tuple(range(dist.get_world_size())): everyone}
-    for group in (group.ranks for stage in plan.stages for group in stage.groups):
-        if group not in found:
-            found[group] = process_group(group)
-    return found
-
-
-def _broken(what: str, error: RuntimeError) -> RuntimeError:
-    """The error of this rank, told to the others too."""
-    message = f"{what} failed, because a rank has died or given up: {error}"
-    give_up(message)
-    return RuntimeError(message)
+        return prove(self._counts, self._shapes, here, there, self._recording.dtype, self.world)
