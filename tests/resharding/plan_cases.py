@@ -12,7 +12,7 @@ from flowrl.resharding import families
 from flowrl.resharding.families import Box, train_stage_layers
 from flowrl.resharding.needs import rank_needs
 from flowrl.resharding.plan import MovePlan
-from flowrl.resharding.plan.move import Parcel
+from flowrl.resharding.plan.move import TO_ALL, Parcel
 from flowrl.resharding.ranks import ParallelSizes, RankPlace
 
 DENSE = ModelShape(
@@ -93,8 +93,9 @@ def replay(
         for rank, schedule in enumerate(schedules):
             for bucket in (bucket for bucket in schedule.buckets if bucket.stage == stage.name):
                 assert rank in bucket.group and list(bucket.group) == sorted(bucket.group)
-                moved = sum(parcel.elements for parcel in (*bucket.sends, *bucket.receives)) * plan.element_bytes
+                moved = sum(parcel.elements for parcel in (*bucket.packed, *bucket.receives)) * plan.element_bytes
                 assert moved <= stage.largest_bucket[rank]
+                assert bucket.form not in TO_ALL or len({parcel.pieces for parcel in bucket.sends}) <= 1
                 for parcel in bucket.sends:
                     assert parcel.peer in bucket.group
                     posted[rank, parcel.peer, bucket.number] = parcel

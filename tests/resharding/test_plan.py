@@ -138,14 +138,14 @@ def test_stages_split_the_bytes_as_the_theory_says() -> None:
     train, rollout = ParallelSizes(tp=4, pp=2), ParallelSizes(tp=2)
     made = plan_move(WIDE, train, rollout, numbering(8, train, rollout))
     pp, tp = made.stages
-    assert (pp.name, pp.form, [group.ranks for group in pp.groups]) == (
+    assert (pp.name, pp.forms, [group.ranks for group in pp.groups]) == (
         "pp",
-        "all_gather",
+        ("all_gather",),
         [(0, 4), (1, 5), (2, 6), (3, 7)],
     )
-    assert (tp.name, tp.form, [group.ranks for group in tp.groups]) == (
+    assert (tp.name, tp.forms, [group.ranks for group in tp.groups]) == (
         "tp",
-        "all_gather",
+        ("all_gather",),
         [(0, 1), (2, 3), (4, 5), (6, 7)],
     )
     model = 2 * WIDE.num_parameters

@@ -46,20 +46,26 @@ def carry_out(
             kept[rank][copy.region][copy.target] = held[rank][copy.held][copy.source]
     for stage in made.stages:
         sent: dict[tuple[int, int, int], torch.Tensor] = {}
+        buffers: dict[tuple[int, int], torch.Tensor] = {}
         mine = [(rank, step) for rank, there in enumerate(steps) for step in there.steps if step.stage == stage.name]
         for rank, step in mine:
-            outgoing = torch.zeros(sum(step.sent), dtype=torch.int64)
+            assert step.group[step.place] == rank
+            incoming = buffers[rank, step.number] = torch.zeros(sum(step.incoming), dtype=torch.int64)
+            buffer = incoming if step.to_all else torch.zeros(sum(step.outgoing), dtype=torch.int64)
             for slots, sources in ((step.packs, held[rank]), (step.relays, kept[rank])):
                 for slot in slots:
-                    part(outgoing, slot).copy_(sources[slot.region][slot.there])
-            assert (outgoing > 0).all(), "a part of the buffer was not packed"
-            for peer, values in zip(step.group, outgoing.split(step.sent), strict=True):
+                    part(buffer, slot).copy_(sources[slot.region][slot.there])
+            own = buffer[step.first_sent : step.first_sent + step.sent]
+            assert (own > 0).all(), "a part of the buffer was not packed"
+            parts = [own] * len(step.group) if step.to_all else own.split(step.outgoing)
+            for peer, values in zip(step.group, parts, strict=True):
                 sent[rank, peer, step.number] = values
         for rank, step in mine:
             parts = [sent[peer, rank, step.number] for peer in step.group]
-            assert tuple(map(len, parts)) == step.received
+            assert tuple(map(len, parts)) == step.incoming
+            buffers[rank, step.number].copy_(torch.cat(parts))
             for slot in step.installs:
-                kept[rank][slot.region][slot.there] = part(torch.cat(parts), slot)
+                kept[rank][slot.region][slot.there] = part(buffers[rank, step.number], slot)
 
 
 @given(cases(), st.sampled_from((200, 2000, 10**9)))
