@@ -109,7 +109,7 @@ class Engine:
             self._build(seed)
             if optim is None or not config.distributed_optimizer:
                 # The distributed optimizer makes a buffer of its own, of the same order, when it takes over.
-                hold_together(dict(self._gpt.named_parameters()))
+                hold_together(self._parameters)
             self.weights.load(self.folder)
             self._load_value_head()
             self._models: list[Any] = self._chunks
