@@ -47,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         shape = planned_shape(options.model)
         device = _device(options)
         _check(shape, options, device)
-        options.out.mkdir(parents=True, exist_ok=True)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_FAILED
     title = f"{options.model}, {options.dtype}, trained {options.train.text} on {options.world} ranks"
-    report.write(options.out, title, report.results(measured, skipped, device), measured)
+    if options.out is not None:
+        report.write(options.out, title, report.results(measured, skipped, device), measured)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(report.console_table(title, measured))
     for one in skipped:

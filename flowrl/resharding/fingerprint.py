@@ -1,17 +1,29 @@
 """Checksums that prove two placements of the same tensors equal, whatever the order in which elements are visited.
 
-The checksum of a set of elements is the sum modulo 2^64 of a mixed hash of each element's bits and its flat position
-in the whole Hugging Face tensor. It is additive: disjoint parts, held by different ranks, add up to the whole.
+The checksum of a box of a matrix B, read as bytes, is r^T B C s modulo 2^64: C has pseudo-random small integers by column
+and r, s pseudo-random odd 64-bit integers by row and by column of C. It is linear, so disjoint parts that different
+ranks hold add up to the whole, and a difference D goes unseen only where r^T D C s = 0, as in Freivalds' check of matrix
+products ("Probabilistic machines can use less running time", 1977). B C is an exact product of 8-bit integers, for which
+processors have instructions: one pass over the weights.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 
 from flowrl.resharding.families import Box, box_size
 
-_CHUNK_ELEMENTS = 1 << 18
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+_CHUNK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 14
+"""Columns (in bytes) of one product: 2^14 x 2^7 x 2^6 stays below 2^31."""
+_SKETCHES = 16
+_MAX_WEIGHT = 63
+"""Products of pairs of bytes with weights of at most 6 bits and a sign fit 16 bits, where some processors add them."""
+_LEAST_ROWS, _MULTIPLE = 32, 8
+"""What CUDA's product of 8-bit integers asks for: more than 16 rows, and columns in multiples of 8."""
+_BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def _signed(value: int) -> int:
@@ -19,34 +31,47 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-# Multipliers and shifts of the finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 5).
-_POSITION = _signed(0x9E3779B97F4A7C15)
-_FIRST = _signed(0xBF58476D1CE4E5B9)
-_SECOND = _signed(0x94D049BB133111EB)
+# Increment, multipliers and shifts of SplitMix64 (Steele, Lea and Flood 2014, section 5).
+_STEP = _signed(0x9E3779B97F4A7C15)
+_COLUMNS, _MIXER = 1 << 60, 1 << 61
+"""Where the sequence goes on for C and s; rows begin at 0."""
+_MIX = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
 
 
-def _shift_xor(x: torch.Tensor, shift: int) -> torch.Tensor:
-    """x ^ (x >> shift) with a logical shift: torch's int64 shift copies the sign."""
-    return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+def _random(numbers: torch.Tensor) -> torch.Tensor:
+    """Pseudo-random int64 of these numbers >= 0, one for each."""
+    x = (numbers + 1) * _STEP
+    for shift, factor in _MIX:
+        # torch's int64 shift copies the sign; the mask makes it a logical one.
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return x
 
 
-def _positions(box: Box, shape: tuple[int, ...], rows: slice, device: torch.device) -> torch.Tensor:
-    """Flat positions in a tensor of `shape` of the elements of `box` in these rows of its first dim; int64, box-shaped."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    stride = 1
-    for dim in reversed(range(len(box))):
-        start, stop = box[dim]
-        index = torch.arange(start, stop, dtype=torch.int64, device=device)
-        if dim == 0:
-            index = index[rows]
-        total = total + (index * stride).reshape(-1, *(1,) * (len(box) - 1 - dim))
-        stride *= shape[dim]
-    return total
+@lru_cache(maxsize=64)
+def _weights(block: int, device: torch.device) -> torch.Tensor:
+    """[_BLOCK_BYTES, _SKETCHES] int8 in [-63, 63]: C for the columns of a block."""
+    size = _BLOCK_BYTES * _SKETCHES
+    numbers = _COLUMNS + block * size + torch.arange(size, device=device)
+    small = (_random(numbers) >> 32) % (2 * _MAX_WEIGHT + 1) - _MAX_WEIGHT
+    return small.to(torch.int8).view(_BLOCK_BYTES, _SKETCHES)
+
+
+@lru_cache(maxsize=8)
+def _mixer(device: torch.device) -> torch.Tensor:
+    """[_SKETCHES] int64, odd: s."""
+    return _random(_MIXER + torch.arange(_SKETCHES, device=device)) | 1
+
+
+def _rows_per_chunk(row_bytes: int) -> int:
+    return max(1, _CHUNK_BYTES // max(1, row_bytes))
 
 
 def temporary_bytes(num_elements: int, row_elements: int) -> int:
-    """Bytes that `checksum` has alive at once: bits, positions, hash and its shift of the rows it visits together."""
-    return 4 * 8 * min(num_elements, max(_CHUNK_ELEMENTS, row_elements))
+    """Bytes that `checksum` has alive at once: a copy of the rows it visits together in the compared dtype, their sketches
+    in 32 and in 64 bits, and the weights of a block."""
+    rows = min(_rows_per_chunk(4 * row_elements), max(_LEAST_ROWS, -(-num_elements // max(1, row_elements))))
+    rows = max(rows, _LEAST_ROWS)
+    return 4 * max(rows * row_elements, rows * _MULTIPLE) + rows * _SKETCHES * (4 + 8 + 8) + _BLOCK_BYTES * _SKETCHES
 
 
 def checksum(values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -59,16 +84,50 @@ def checksum(values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torc
     """
     if tuple(values.shape) != box_size(box):
         raise ValueError(f"values of shape {list(values.shape)} are not the box {box}")
-    if dtype not in _BITS:
+    if dtype not in _BYTES:
         raise ValueError(f"no fingerprint of {dtype}; known: float32, bfloat16")
+    if values.dim() < 2:
+        # A vector is one row.
+        box, shape = ((0, 1), *(box or ((0, 1),))), (1, *(shape or (1,)))
+        values = values.reshape(box_size(box))
+    rows = _row_weights(box[:-1], shape[:-1], values.device)
+    start, stop = (edge * _BYTES[dtype] for edge in box[-1])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    if not values.dim():
-        values, box, shape = values.reshape(1), ((0, 1),), (1,)
-    step = max(1, _CHUNK_ELEMENTS * values.shape[0] // max(1, values.numel()))
-    for start in range(0, values.shape[0], step):
-        rows = slice(start, start + step)
-        bits = values[rows].to(dtype).contiguous().view(_BITS[dtype]).to(torch.int64)
-        mixed = _shift_xor(bits + _positions(box, shape, rows, values.device) * _POSITION, 30) * _FIRST
-        mixed = _shift_xor(mixed, 27) * _SECOND
-        total += _shift_xor(mixed, 31).sum()
+    step = _rows_per_chunk((stop - start) * values.shape[:-1].numel() // max(1, len(values)))
+    for first in range(0, len(values), step):
+        part = values[first : first + step].to(dtype)
+        if part.stride(-1) != 1:
+            part = part.contiguous()
+        sketches = _sketches(part.view(torch.int8).flatten(0, -2), start, stop)
+        total += (rows[first : first + step].flatten() * sketches).sum()
     return total
+
+
+def _row_weights(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[lengths of the box] int64, odd, by flat position in a tensor of `shape`: r."""
+    position = torch.zeros((), dtype=torch.int64, device=device)
+    for (start, stop), length in zip(box, shape, strict=True):
+        index = torch.arange(start, stop, dtype=torch.int64, device=device)
+        position = (position * length).unsqueeze(-1) + index
+    return _random(position) | 1
+
+
+def _sketches(matrix: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """[rows] int64: B C s of an int8 matrix whose columns are bytes [start, stop) of the whole rows."""
+    total = torch.zeros(len(matrix), dtype=torch.int64, device=matrix.device)
+    for block in range(start // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES)):
+        low, high = max(start, block * _BLOCK_BYTES), min(stop, (block + 1) * _BLOCK_BYTES)
+        weights = _weights(block, matrix.device)[low - block * _BLOCK_BYTES : high - block * _BLOCK_BYTES]
+        product = _product(matrix[:, low - start : high - start], weights)
+        total += (product * _mixer(matrix.device)).sum(1)
+    return total
+
+
+def _product(matrix: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """matrix @ weights, int8 to int32, exact."""
+    rows, columns = matrix.shape
+    more_rows, more_columns = max(0, _LEAST_ROWS - rows), -columns % _MULTIPLE
+    if more_rows or more_columns:
+        matrix = torch.nn.functional.pad(matrix, (0, more_columns, 0, more_rows))
+        weights = torch.nn.functional.pad(weights, (0, 0, 0, more_columns))
+    return torch._int_mm(matrix, weights)[:rows]

@@ -85,7 +85,6 @@ def test_options_have_defaults_and_a_list_of_layouts() -> None:
         ("dtype=float16", "known: float32, bfloat16"),
         ("device=tpu", "known: cpu, cuda"),
         ("repeats=3", "did you mean repeat=...?"),
-        ("out=", "missing: out=..."),
     ],
 )
 def test_a_wrong_word_is_named(word: str, message: str) -> None:
@@ -97,7 +96,7 @@ def test_a_wrong_word_is_named(word: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "missing: world=..., model=..., train=..., rollout=..., out=..."),
+        ([], "missing: world=..., model=..., train=..., rollout=..."),
         (with_word("model=nowhere"), "neither a folder nor a named shape"),
         (with_word("model=deepseek-v3"), "cannot be built here"),
         ([*GIVEN[:2], "train=tp4ep2", *GIVEN[3:]], "train tp4ep2: "),

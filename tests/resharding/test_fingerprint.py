@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowrl.resharding.fingerprint import checksum
+from flowrl.resharding.fingerprint import _BLOCK_BYTES, _MAX_WEIGHT, _product, checksum
 from flowrl.resharding.regions import slices_in, whole
 
 SHAPE = (37, 24)
@@ -31,7 +31,7 @@ def test_checksum_does_not_depend_on_strides_or_chunks(monkeypatch: pytest.Monke
     full = values()
     expected = of(full)
     assert of(full.t().contiguous().t()) == expected
-    monkeypatch.setattr("flowrl.resharding.fingerprint._CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr("flowrl.resharding.fingerprint._CHUNK_BYTES", 400)
     assert of(full) == expected
 
 
@@ -61,3 +61,28 @@ def test_wrong_shape_and_dtype_are_errors() -> None:
         checksum(values(), ((0, 3), (0, 3)), SHAPE, torch.float32)
     with pytest.raises(ValueError, match="no fingerprint of torch.float16"):
         of(values(), torch.float16)
+
+
+def test_wide_rows_are_cut_anywhere() -> None:
+    wide = torch.randn(3, 20011, generator=torch.Generator().manual_seed(2))
+    parts = [((0, 3), (0, 7001)), ((0, 3), (7001, 16384)), ((0, 3), (16384, 20011))]
+    found = sum(checksum(wide[slices_in(box, whole(wide.shape))], box, (3, 20011), torch.float32) for box in parts)
+    assert int(found) == of(wide)
+
+
+def test_every_single_bit_counts() -> None:
+    full = values()
+    seen = {of(full)}
+    for number in range(full.numel()):
+        flipped = full.clone()
+        flipped.view(torch.int32).view(-1)[number] ^= 1 << (number % 31)
+        seen.add(of(flipped))
+    assert len(seen) == 1 + full.numel()
+
+
+def test_products_of_bytes_are_exact_at_their_limits() -> None:
+    for byte in (-128, 127):
+        matrix = torch.full((40, _BLOCK_BYTES), byte, dtype=torch.int8)
+        for weight in (-_MAX_WEIGHT, _MAX_WEIGHT):
+            weights = torch.full((_BLOCK_BYTES, 16), weight, dtype=torch.int8)
+            assert (_product(matrix, weights) == byte * weight * _BLOCK_BYTES).all()

@@ -26,7 +26,7 @@ KEYS = {
     "repeat": "timed moves of every engine (10)",
     "dtype": "of weights on both sides: bfloat16 (default) or float32",
     "device": "cpu or cuda (cuda where torch sees enough GPUs, else cpu)",
-    "out": "folder for results.json, results.md and results.png",
+    "out": "folder for results.json, results.md and results.png (nothing is written without it)",
 }
 USAGE = """python -m flowrl.resharding.benchmark world=N model=NAME train=LAYOUT rollout=LAYOUT[,LAYOUT...] [key=value ...]
 
@@ -39,7 +39,7 @@ PROCESS_BYTES = 300 << 20
 
 @dataclass(frozen=True)
 class BenchmarkOptions:
-    """`device` is empty where it was not given; `against` lists baselines in their fixed order."""
+    """`device` is empty and `out` None where not given; `against` lists baselines in their fixed order."""
 
     world: int
     model: str
@@ -49,7 +49,7 @@ class BenchmarkOptions:
     repeat: int
     dtype: str
     device: str
-    out: Path
+    out: Path | None
 
 
 def parse_options(arguments: Sequence[str]) -> BenchmarkOptions:
@@ -64,7 +64,7 @@ def parse_options(arguments: Sequence[str]) -> BenchmarkOptions:
         if key in given:
             raise ValueError(f"{key} is given twice: {given[key]} and {value}")
         given[key] = value
-    missing = [key for key in ("world", "model", "train", "rollout", "out") if not given.get(key)]
+    missing = [key for key in ("world", "model", "train", "rollout") if not given.get(key)]
     if missing:
         raise ValueError(f"missing: {', '.join(f'{key}=...' for key in missing)}; --help explains every key")
     dtype, device = given.get("dtype", "bfloat16"), given.get("device", "")
@@ -88,7 +88,7 @@ def parse_options(arguments: Sequence[str]) -> BenchmarkOptions:
         repeat=_whole(given, "repeat", 10),
         dtype=dtype,
         device=device,
-        out=Path(given["out"]).expanduser(),
+        out=Path(given["out"]).expanduser() if given.get("out") else None,
     )
 
 
