@@ -56,7 +56,8 @@ GRID: dict[str, tuple[str, int, list[Pair]]] = {
     "Qwen2": ("Qwen2", 4, list(product([Cell(tp=4), Cell(tp=2, pp=2), Cell(pp=2, first_stage_layers=1)], FEW))),
     "Qwen3": ("Qwen3", 4, list(product([Cell(tp=4), Cell(tp=2, pp=2), Cell(pp=2, vpp=2)], FEW))),
     "tied": ("tied", 4, list(product(UNEVEN, FEW))),
-    "Qwen3Moe": ("Qwen3Moe", 4, list(product(MIXED, EXPERTS))),
+    "Qwen3Moe-one-stage": ("Qwen3Moe", 4, list(product(MIXED, [setup for setup in EXPERTS if setup.pp == 1]))),
+    "Qwen3Moe-stages": ("Qwen3Moe", 4, list(product(MIXED, [setup for setup in EXPERTS if setup.pp > 1]))),
     "Mixtral": ("Mixtral", 4, list(product(MIXED[1:4], EXPERTS))),
     "eight": ("wide", 8, list(product(WIDE, [Setup(tp=2), Setup(tp=8), Setup(tp=4, pp=2)]))),
 }
