@@ -194,7 +194,8 @@ class Transfer:
         # Nobody goes on alone after a failure elsewhere.
         self.world.all_reduce(torch.zeros(1, device=self._device), "the end of the move")
         clock.lap("meet")
-        stage_seconds = clock.read()
+        stages = ("local", *(stage.name for stage in self.plan.stages), "install", "meet")
+        stage_seconds = dict.fromkeys(stages, 0.0) | clock.read()
         return MoveReport(
             traffic.received,
             self.plan.bound[self._rank],
