@@ -172,7 +172,13 @@ def _check_filled(regions: Mapping[str, Sequence[Region]], parameters: Mapping[s
         if not there or (filled != parameters[name].numel() and not padded):
             unfilled.append(name)
     if unfilled:
-        raise ValueError(f"the model's tensors do not fill these parameters of the engine: {', '.join(unfilled)}")
+        names = ", ".join(f"{name} {list(parameters[name].shape)}" for name in unfilled[:5])
+        more = f" and {len(unfilled) - 5} more" if len(unfilled) > 5 else ""
+        raise ValueError(
+            f"the model's tensors do not fill {len(unfilled)} parameters of the engine: {names}{more}; they would keep what "
+            f"the engine started with. Scales mean a quantised engine (use a folder without quantization_config); else the "
+            f"family's table in flowrl/resharding/families.py lacks tensors of this model"
+        )
 
 
 def _region(copy: _Copy, shape: tuple[int, ...], owners: Mapping[int, tuple[str, torch.Tensor]]) -> Region:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flowrl.config.model_shape import ModelShape
+from flowrl.resharding.dtypes import wire_dtype
 from flowrl.resharding.families import Box, hf_tensors
 from flowrl.resharding.layouts import Layouts
 from flowrl.resharding.plan import MovePlan, plan_move
@@ -87,7 +88,8 @@ class Transfer:
     `recording` says what this rank's engine keeps where in `parameters`, `held` is what this rank's trainer holds; later
     moves must give the same boxes. Made on all ranks at once.
 
-    Errors: `ValueError` where the model cannot be cut into the layouts, or trainer or engine differ from the plan.
+    Errors: `ValueError` where the model cannot be cut into the layouts, trainer or engine differ from the plan, or a
+    dtype is not one that moves (`dtypes.wire_dtype`).
     """
 
     def __init__(
@@ -106,7 +108,8 @@ class Transfer:
         self._device = self._places[0].device
         self._rank = dist.get_rank()
         self._keys = [(region.name, region.box) for region in held]
-        self._wire_dtype = min(held[0].tensor.dtype, recording.dtype, key=lambda dtype: dtype.itemsize)
+        kept_dtypes = [(region.parameter, parameters[region.parameter].dtype) for region in recording.regions]
+        self._wire_dtype = wire_dtype([(region.name, region.tensor.dtype) for region in held], kept_dtypes)
         self.plan = plan_move(
             shape,
             layouts.train,

@@ -26,6 +26,7 @@ from flowrl.config.schema import (
 )
 from flowrl.protocol import DataProto, Ragged, merge_metrics
 from flowrl.resharding.families import EMBEDDING
+from flowrl.resharding.fingerprint import checksum
 from flowrl.resharding.layouts import train_sizes
 from flowrl.resharding.ranks import ParallelSizes
 from flowrl.single_controller.dispatch import neighbouring_rows
@@ -175,6 +176,21 @@ def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
     }
 
 
+def check_replicas(engine: Engine) -> None:
+    """PAR-10: what several ranks, or one rank twice, hold of a tensor has the same bits everywhere."""
+    shapes = {tensor.name: tensor.shape for tensor in engine.hf_tensors}
+    mine = [
+        ((held.name, held.box), int(checksum(held.tensor, held.box, shapes[held.name], held.tensor.dtype)))
+        for held in engine.weights.held_regions()
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    first: dict[Any, int] = {}
+    for rank, there in enumerate(everyone):
+        for key, value in there:
+            assert first.setdefault(key, value) == value, f"rank {rank} differs in {key}"
+
+
 def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Reduced gradients by Hugging Face name, on every rank; not with the distributed optimizer."""
     gradients = {
@@ -227,6 +243,7 @@ def update_cells(folder: Path, cells: Sequence[Cell], batch: DataProto, config: 
         gradients = {} if cell.distributed_optimizer else whole_gradients(probe._engine)
         role = actor(folder, cell, **config)
         metrics = figures(call(role, role.update, rows))
+        check_replicas(role._engine)
         results.append({"metrics": metrics, "gradients": gradients, "weights": whole_weights(role._engine)})
     return results
 
