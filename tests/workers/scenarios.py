@@ -356,6 +356,20 @@ def tied_copies(folder: Path, batch: DataProto) -> list[torch.Tensor]:
     return [region.tensor.clone() for region in role.held_regions() if region.name == EMBEDDING]
 
 
+def strayed(folder: Path, cell: Cell, name: str) -> str:
+    """What `check_replicas` says after one bit of a tensor has changed on the last rank only."""
+    engine = actor(folder, cell)._engine
+    check_replicas(engine)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        held = next(held for held in engine.weights.held_regions() if held.name == name)
+        held.tensor.view(torch.int32).view(-1)[7] ^= 1
+    try:
+        check_replicas(engine)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
 def vocabulary_shards(
     logits: torch.Tensor, targets: torch.Tensor, num_valid: int, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -22,6 +22,7 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: make_model(root / name, name) for name in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral")}
     folders["tied"] = make_model(root / "tied", "Llama", tie_word_embeddings=True, num_hidden_layers=5)
     folders["wide"] = make_model(root / "wide", "Llama", num_attention_heads=8, num_key_value_heads=4)
+    folders["single"] = make_model(root / "single", "Llama", num_key_value_heads=1)
     return {name: number_elements(folder) for name, folder in folders.items()}
 
 
@@ -75,6 +76,12 @@ EXPERTS = [Setup(), Setup(tp=2), SPREAD, Setup(tp=4), Setup(tp=4, expert_paralle
 def test_moves_over_the_grid_of_four_ranks_are_exact(numbered: dict[str, Path], setup: Setup) -> None:
     """PAR-04, PAR-05, PAR-07: two key/value heads on up to four ranks, a prime vocabulary, unequal stages."""
     check(numbered["Llama"], 4, [(cell, setup) for cell in TRAIN])
+
+
+@pytest.mark.slow
+def test_one_key_value_head_is_on_every_rank_of_an_engine(numbered: dict[str, Path]) -> None:
+    """PAR-04: its rows cut in four by training, whole in every rank of generation."""
+    check(numbered["single"], 4, list(product([Cell(), Cell(tp=2), Cell(tp=4)], [Setup(), Setup(tp=2), Setup(tp=4)])))
 
 
 @pytest.mark.slow

@@ -111,8 +111,9 @@ def test_temporary_memory_is_two_buckets_whatever_the_model(
 
 def test_ten_transfers_of_the_same_weights_change_no_bit_of_the_answers(model_folder: dict[str, Path]) -> None:
     """SYN-03: repeated moves; versions count up; parameters, aliases and buffers keep place and bits."""
-    for rows, verdicts, changed in run(2, repeat_moves, model_folder["tied"], Cell(tp=2), Setup(pp=2), ROWS):
-        assert verdicts == [1.0] * 10 and changed == []
+    found = run(2, repeat_moves, model_folder["tied"], Cell(tp=2), Setup(pp=2), ROWS)
+    assert all(verdicts == [1.0] * 10 and changed == [] for _, verdicts, changed in found)
+    rows = found[0][0]
     for number, answer in enumerate(rows):
         assert {row: line[:3] for row, line in answer.items()} == {row: line[:3] for row, line in rows[0].items()}
         assert {line[3] for line in answer.values()} == {number}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCAB, folder_names, make_batch
+from models import VOCAB, folder_names, make_batch, make_model
 from processes import run
 from scenarios import OPTIM, Cell, update_cells
 
@@ -126,6 +126,18 @@ def test_update_of_biased_and_tied_models_does_not_depend_on_the_layout(
     for cell, one in zip(
         cells, run(2, update_cells, model_folder[family], cells, update_batch, CONFIG)[0], strict=True
     ):
+        check(one, expected, cell)
+
+
+@pytest.mark.slow
+def test_update_of_a_single_key_value_head_does_not_depend_on_the_layout(
+    tmp_path: Path, update_batch: DataProto
+) -> None:
+    """PAR-04: gradients of a head whose rows are on four ranks are summed once."""
+    folder = make_model(tmp_path / "single", num_key_value_heads=1)
+    expected = hugging_face_update(folder, update_batch)
+    cells = [Cell(tp=4), Cell(tp=2), Cell(tp=2, beside=ParallelSizes(tp=4))]
+    for cell, one in zip(cells, run(4, update_cells, folder, cells, update_batch, CONFIG)[0], strict=True):
         check(one, expected, cell)
 
 
