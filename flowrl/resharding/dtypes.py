@@ -31,11 +31,9 @@ def side_dtype(side: str, dtypes: Iterable[tuple[str, torch.dtype]]) -> torch.dt
     return next(iter(found))
 
 
-def wire_dtype(held: Iterable[tuple[str, torch.dtype]], kept: Iterable[tuple[str, torch.dtype]]) -> torch.dtype:
+def wire_dtype(held: torch.dtype, kept: torch.dtype) -> torch.dtype:
     """The narrower of what the trainer holds and the engine keeps, so that weights are rounded before they travel.
 
     From float32 to bfloat16 a weight is rounded to the nearest, ties to even; from bfloat16 to float32 it is exact.
-    Errors: as `side_dtype`, for either side.
     """
-    both = (side_dtype("the trainer holds", held), side_dtype("the engine keeps", kept))
-    return min(both, key=LEGAL.index)
+    return min(held, kept, key=LEGAL.index)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from flowrl.resharding.dtypes import side_dtype
 from flowrl.resharding.families import Box, HFTensor
 from flowrl.resharding.regions import num_elements
 
@@ -137,9 +138,10 @@ def record(
 
     Errors: `ValueError` naming the tensor where the loader refuses it (unknown name, wrong shape), computes with it,
     writes it to something that is no parameter, or takes other than a box of it; `ValueError` naming the parameters
-    that no tensor fills.
+    that no tensor fills, or those of a dtype that no move knows (`dtypes.side_dtype`).
     """
-    dtype, device = (tensor := next(iter(parameters.values()))).dtype, tensor.device
+    dtype = side_dtype("the engine keeps", ((name, parameter.dtype) for name, parameter in parameters.items()))
+    device = next(iter(parameters.values())).device
     copies: list[_Copy] = []
     with torch.no_grad():
         for name, shape in ((tensor.name, tensor.shape) for tensor in tensors):

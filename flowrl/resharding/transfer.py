@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.resharding.dtypes import wire_dtype
+from flowrl.resharding.dtypes import side_dtype, wire_dtype
 from flowrl.resharding.families import Box, hf_tensors
 from flowrl.resharding.layouts import Layouts
 from flowrl.resharding.plan import MovePlan, plan_move
@@ -89,7 +89,7 @@ class Transfer:
     moves must give the same boxes. Made on all ranks at once.
 
     Errors: `ValueError` where the model cannot be cut into the layouts, trainer or engine differ from the plan, or a
-    dtype is not one that moves (`dtypes.wire_dtype`).
+    dtype is not one that moves (`dtypes.side_dtype`).
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class Transfer:
         self._device = self._places[0].device
         self._rank = dist.get_rank()
         self._keys = [(region.name, region.box) for region in held]
-        kept_dtypes = [(region.parameter, parameters[region.parameter].dtype) for region in recording.regions]
-        self._wire_dtype = wire_dtype([(region.name, region.tensor.dtype) for region in held], kept_dtypes)
+        held_dtype = side_dtype("the trainer holds", ((region.name, region.tensor.dtype) for region in held))
+        self._wire_dtype = wire_dtype(held_dtype, recording.dtype)
         self.plan = plan_move(
             shape,
             layouts.train,

@@ -122,9 +122,7 @@ def test_layouts_that_do_not_cut_the_model_are_refused() -> None:
     options = parse_options(with_word("rollout=tp8"))
     with pytest.raises(ValueError, match="train tp4pp2: tp=4 does not divide"):
         check_model(replace(TINY, heads=6, kv_heads=2), options)
-    with pytest.raises(
-        ValueError, match="train=tp4pp2: 5 layers cannot be cut into 2 equal pipeline stages; .* a pp of 1 or 5"
-    ):
+    with pytest.raises(ValueError, match="5 layers cannot be cut into 2"):
         check_model(replace(TINY, num_layers=5), options)
     three = parse_options(["world=3", "model=llama-1b", "train=tp3", "rollout=tp3", "out=bench"])
     with pytest.raises(ValueError, match="rollout tp3: the vocabulary of 128 rows .* cannot be cut into 3 parts"):

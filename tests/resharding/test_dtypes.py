@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowrl.resharding.dtypes import wire_dtype
+from flowrl.resharding.dtypes import side_dtype, wire_dtype
 from flowrl.resharding.fingerprint import checksum
 
 FULL, HALF = torch.float32, torch.bfloat16
@@ -15,15 +15,14 @@ FULL, HALF = torch.float32, torch.bfloat16
     ("held", "kept", "wire"), [(FULL, FULL, FULL), (FULL, HALF, HALF), (HALF, FULL, HALF), (HALF, HALF, HALF)]
 )
 def test_weights_travel_in_the_narrower_dtype(held: torch.dtype, kept: torch.dtype, wire: torch.dtype) -> None:
-    assert wire_dtype([("a", held), ("b", held)], [("x", kept)]) == wire
+    assert side_dtype("the engine keeps", [("a", kept), ("b", kept)]) == kept
+    assert wire_dtype(held, kept) == wire
 
 
 @pytest.mark.parametrize("odd", [torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn])
 def test_other_dtypes_are_refused_with_tensor_and_dtype(odd: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"the trainer holds b in {odd}; .*actor.dtype and rollout.dtype"):
-        wire_dtype([("a", FULL), ("b", odd)], [("x", HALF)])
-    with pytest.raises(ValueError, match=f"the engine keeps x in {odd}"):
-        wire_dtype([("a", FULL)], [("x", odd)])
+        side_dtype("the trainer holds", [("a", FULL), ("b", odd)])
 
 
 def test_a_side_of_several_dtypes_is_refused_instead_of_rounded() -> None:
@@ -31,7 +30,7 @@ def test_a_side_of_several_dtypes_is_refused_instead_of_rounded() -> None:
     with pytest.raises(
         ValueError, match="the engine keeps tensors of several dtypes: x in torch.bfloat16, gate in torch.f"
     ):
-        wire_dtype([("a", FULL)], [("x", HALF), ("gate", FULL), ("y", HALF)])
+        side_dtype("the engine keeps", [("x", HALF), ("gate", FULL), ("y", HALF)])
 
 
 def test_the_proof_compares_rounded_values_bit_for_bit() -> None:

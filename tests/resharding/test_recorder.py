@@ -94,6 +94,14 @@ def test_scales_of_a_quantised_engine_are_named() -> None:
         record(loader.load, loader.parameters, TENSORS)
 
 
+def test_a_parameter_of_another_dtype_is_named() -> None:
+    """SYN-03: it would be filled with values that were rounded on the way."""
+    loader = Loader()
+    loader.parameters["out"] = loader.parameters["out"].bfloat16()
+    with pytest.raises(ValueError, match="several dtypes: embed in torch.float32, out in torch.bfloat16"):
+        record(loader.load, loader.parameters, TENSORS)
+
+
 def test_names_and_shapes_must_be_the_same_set() -> None:
     """SYN-03: dropped, renamed, transposed and repeated tensors are listed by name."""
     expected = {tensor.name: tensor.shape for tensor in TENSORS}

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrl.config.layout import divisors, words
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.paths import user_path
+from flowrl.resharding.families import stage_layers
 from flowrl.resharding.needs import check_rollout
 from flowrl.resharding.plan.options import Layout, parse_layout
 from flowrl.resharding.plan.tables import check_train
@@ -115,12 +115,7 @@ def check_model(shape: ModelShape, options: BenchmarkOptions) -> None:
             f"its moves"
         )
     check_train(shape, options.train.sizes)
-    pp = options.train.sizes.pp
-    if shape.num_layers % pp:
-        raise ValueError(
-            f"train={options.train.text}: {shape.num_layers} layers cannot be cut into {pp} equal pipeline stages; the "
-            f"benchmark runs a pp of {words(divisors(shape.num_layers))}"
-        )
+    stage_layers(shape.num_layers, options.train.sizes.pp)
     for layout in options.rollouts:
         check_rollout(shape, layout.sizes)
 
