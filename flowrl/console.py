@@ -40,7 +40,8 @@ def reshard_phrase(metrics: Mapping[str, float]) -> str:
         return ""
     received, bound = metrics["reshard/received_bytes_max"], metrics["reshard/bound_bytes_max"]
     proof = {1.0: ", fingerprint ok"}.get(metrics.get("reshard/fingerprint_ok", -1.0), "")
-    return f"reshard: received {received / 1e6:.2f} MB (bound {bound / 1e6:.2f} MB){proof}"
+    seconds = metrics["reshard/move_seconds"]
+    return f"reshard: received {received / 1e6:.2f} MB (bound {bound / 1e6:.2f} MB) in {seconds:.3f} s{proof}"
 
 
 class StepConsole:

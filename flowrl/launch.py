@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from flowrl.config.cli import run_main
 from flowrl.config.compose import Recipe
+from flowrl.config.paths import user_path
 from flowrl.config.schema import Config
 from flowrl.config.tree import ConfigError
 from flowrl.signals import Stopped, stop_signals
@@ -40,7 +41,7 @@ def launch(train: Callable[[Run], None], recipe: Recipe | None = None, argv: Seq
 
 
 def _train(train: Callable[[Run], None], config: Config) -> int:
-    folder = Path(config.run.dir).expanduser()
+    folder = user_path(config.run.dir)
     with ExitStack() as stack:
         stack.enter_context(_gone_if_refused(folder))
         try:

@@ -17,6 +17,7 @@ from flowrl.algorithms.kl import adaptive_coefficient
 from flowrl.builtin.model import resolve_model
 from flowrl.config.compose import to_tree, to_yaml
 from flowrl.config.model_shape import ModelShape, read_model_shape
+from flowrl.config.paths import user_path
 from flowrl.config.schema import ActorConfig, AdaptiveKL, Config, CriticConfig
 from flowrl.config.units import critic_warmup_steps
 from flowrl.console import StepConsole
@@ -48,7 +49,7 @@ class Run:
         self.config = config
         self.step = 0
         self.opened = False
-        self.folder = Path(config.run.dir).expanduser()
+        self.folder = user_path(config.run.dir)
         self.console = StepConsole(config.trainer.total_steps)
         self.report = StepReport(config.trainer.max_skipped_steps)
         self._kl_coefficient = reward_kl_coefficient(config.kl)

@@ -62,8 +62,10 @@ def test_phrases_say_where_time_went_and_that_the_move_was_proven() -> None:
     metrics = {"seconds/total": 2.0, "seconds/generate": 1.5, "seconds/reshard": 0.001, "seconds/update_actor": 0.4}
     assert seconds_phrase(metrics) == "generate 1.50, update_actor 0.40"
     assert reshard_phrase(metrics) == ""
-    move = {"reshard/received_bytes_max": 2e6, "reshard/bound_bytes_max": 2e6, "reshard/fingerprint_ok": 1.0}
-    assert reshard_phrase(move) == "reshard: received 2.00 MB (bound 2.00 MB), fingerprint ok"
+    move = {"reshard/received_bytes_max": 2e6, "reshard/bound_bytes_max": 2e6, "reshard/move_seconds": 0.0123}
+    assert reshard_phrase(move) == "reshard: received 2.00 MB (bound 2.00 MB) in 0.012 s"
+    proven = move | {"reshard/fingerprint_ok": 1.0}
+    assert reshard_phrase(proven) == "reshard: received 2.00 MB (bound 2.00 MB) in 0.012 s, fingerprint ok"
 
 
 def test_without_a_terminal_every_step_is_one_plain_line() -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flowrl.builtin.recipe import TinyRecipe
+from flowrl.config.paths import user_path
 
 TINY = "builtin:tiny"
 BUILTIN_PREFIX = "builtin:"
@@ -24,10 +25,10 @@ def resolve_model(path: str, cache_dir: str | Path, progress: Callable[[float, s
     Errors: `ValueError` naming path and remedy.
     """
     if path == TINY:
-        return tiny_model(Path(cache_dir).expanduser(), TinyRecipe(), progress)
+        return tiny_model(user_path(cache_dir), TinyRecipe(), progress)
     if path.startswith(BUILTIN_PREFIX):
         raise ValueError(f"model.path={path}: there is no such built-in model; known: {TINY}")
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if not folder.is_dir():
         raise ValueError(f"model.path={path} is not a folder; give a downloaded Hugging Face folder or {TINY}")
     if not (folder / "config.json").is_file():

@@ -43,6 +43,7 @@ def tensor_parallel_problem(shape: ModelShape, tp: int) -> str | None:
     """Why a model cannot be cut into `tp` parts, or None. Trainer and engine alike keep copies of a key/value head on
     several ranks where there are fewer heads than ranks."""
     cut = [(shape.heads, "attention heads")]
+    cut.append(((shape.heads + 2 * shape.kv_heads) * shape.head_dim, "rows of queries, keys and values"))
     if not shape.num_experts:
         cut.append((shape.ffn_size, "feed-forward columns"))
     for count, what in cut:
@@ -51,6 +52,16 @@ def tensor_parallel_problem(shape: ModelShape, tp: int) -> str | None:
     if shape.kv_heads % tp and tp % shape.kv_heads:
         return f"the model's {shape.kv_heads} key/value heads cannot be spread over {tp} parts"
     return None
+
+
+ENGINE_VOCABULARY_UNIT = 64
+"""vLLM pads the vocabulary to a multiple of this before it cuts it."""
+
+
+def vocabulary_problem(shape: ModelShape, tp: int) -> str | None:
+    """Why an engine cannot cut a model's vocabulary into `tp` parts, or None. (The trainer pads to what `tp` divides.)"""
+    padded = -(-shape.vocab_size // ENGINE_VOCABULARY_UNIT) * ENGINE_VOCABULARY_UNIT
+    return f"the vocabulary of {padded} rows (a multiple of 64) cannot be cut into {tp} parts" if padded % tp else None
 
 
 def expert_parallel_problem(shape: ModelShape, ep: int, etp: int) -> str | None:

@@ -11,6 +11,7 @@ from flowrl.config.layout import (
     legal_tensor_parallel,
     pipeline_problem,
     tensor_parallel_problem,
+    vocabulary_problem,
     words,
 )
 from flowrl.config.model_shape import ModelShape
@@ -78,9 +79,10 @@ def _rollout(config: RolloutConfig, shape: ModelShape, pool: Pool, device: str) 
             f"rollout.layout: tp*pp = {layout.tp}*{layout.pp} = {parts} does not divide {pool.key}={pool.devices}; "
             f"legal products: {words(divisors(pool.devices))}"
         )
-    reason = tensor_parallel_problem(shape, layout.tp)
+    reason = tensor_parallel_problem(shape, layout.tp) or vocabulary_problem(shape, layout.tp)
     if reason:
-        yield f"rollout.layout.tp={layout.tp}: {reason}; legal: {words(legal_tensor_parallel(shape))}"
+        legal = [tp for tp in legal_tensor_parallel(shape) if vocabulary_problem(shape, tp) is None]
+        yield f"rollout.layout.tp={layout.tp}: {reason}; legal: {words(legal)}"
     if config.expert_parallel and not shape.num_experts:
         yield f"rollout.expert_parallel=true: {shape.architecture} has no experts; legal: false"
     elif shape.num_experts:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.config.paths import user_path
+
 MOE_ARCHITECTURES = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
 ARCHITECTURES = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *MOE_ARCHITECTURES,
@@ -99,7 +101,7 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     Errors: `ValueError` naming the folder where there is no readable `config.json`, where the architecture is not
     known (the known ones are listed), or where a setting is one that flowrl would not compute exactly.
     """
-    folder = Path(folder).expanduser()
+    folder = user_path(folder)
     try:
         raw = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
@@ -144,6 +146,8 @@ def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
         raise ValueError(f"{folder}: {heads} attention heads are not a multiple of {kv_heads} key/value heads")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{folder}: hidden_act={raw['hidden_act']!r} is not supported; supported: silu")
+    if raw.get("quantization_config"):
+        raise ValueError(f"{folder}: quantization_config is not supported; give a folder of plain weights")
     if raw.get("mlp_bias"):
         raise ValueError(f"{folder}: mlp_bias=true is not supported")
     qwen2 = architecture == "Qwen2ForCausalLM"

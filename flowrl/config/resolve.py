@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flowrl.config.layout import expert_parallel_problem, pipeline_problem, tensor_parallel_problem
 from flowrl.config.machine import Machine
 from flowrl.config.model_shape import ModelShape
+from flowrl.config.paths import user_path
 from flowrl.config.schema import AUTO
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -70,7 +70,7 @@ def resolve(values: Mapping[str, Any], shapes: Shapes, machine: Machine, timesta
     if set(out["data.train_files"] + out["data.eval_files"]) == {BUILTIN_DATA}:
         default("reward.function", BUILTIN_GRADER)
     default("run.dir", f"runs/{timestamp}")
-    default("run.name", Path(out["run.dir"]).expanduser().absolute().name)
+    default("run.name", user_path(out["run.dir"]).absolute().name)
     return out
 
 

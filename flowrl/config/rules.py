@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flowrl.config.effect import without_effect
 from flowrl.config.layout import nearest_divisors, nearest_multiples, words
 from flowrl.config.layout_rules import layout_problems
 from flowrl.config.machine import Machine
+from flowrl.config.paths import user_path
 from flowrl.config.resolve import BUILTIN_DATA, Shapes, kv_bytes_per_sequence
 from flowrl.config.schema import AUTO, Config, OptimConfig
 from flowrl.config.tree import nearest, show
@@ -183,7 +183,7 @@ def _data(config: Config, facts: Facts) -> Iterator[str]:
     for key in ("data.train_files", "data.eval_files"):
         for name in facts.values[key]:
             yield from _file(key, name)
-    if config.data.chat_template is not None and not Path(config.data.chat_template).expanduser().is_file():
+    if config.data.chat_template is not None and not user_path(config.data.chat_template).is_file():
         yield f"data.chat_template={config.data.chat_template} is not a file; give a file with a Jinja template, or null"
 
 
@@ -196,7 +196,7 @@ def _file(key: str, name: str) -> Iterator[str]:
             yield f"{key}: {name} is not of the form hf:NAME[:SPLIT]"
         elif importlib.util.find_spec("datasets") is None:
             yield f"{key}: {name} needs the package `datasets`, which is not installed (pip install 'flowrl[datasets]'); JSONL and Parquet files need nothing"
-    elif not Path(name).expanduser().is_file():
+    elif not user_path(name).is_file():
         yield f"{key}: {name} is not a file; give JSONL or Parquet files, hf:NAME[:SPLIT] or {BUILTIN_DATA}"
     elif not name.endswith(SUFFIXES):
         yield f"{key}: {name} is of no known kind; legal endings: {', '.join(SUFFIXES)}"
@@ -211,7 +211,7 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
         place, colon, name = function.rpartition(":")
         if not colon or not place or not name.isidentifier():
             yield f"reward.function={function} is not of the form package.module:name or path/to/file.py:name"
-        elif place.endswith(".py") and not Path(place).expanduser().is_file():
+        elif place.endswith(".py") and not user_path(place).is_file():
             yield f"reward.function={function}: there is no file {place}"
         elif not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
             yield f"reward.function={function}: {place} is neither a module name nor a file that ends in .py"
@@ -238,7 +238,7 @@ def _trainer(config: Config, facts: Facts) -> Iterator[str]:
         yield "trainer.loggers=[wandb] needs the package `wandb`, which is not installed (pip install 'flowrl[wandb]')"
     if config.trainer.eval_every and "trainer.eval_every" in facts.given and not config.data.eval_files:
         yield f"trainer.eval_every={config.trainer.eval_every} with data.eval_files=[]: there is nothing to evaluate on; give files or trainer.eval_every=0"
-    folder = Path(config.run.dir).expanduser()
+    folder = user_path(config.run.dir)
     try:
         if folder.exists() and not folder.is_dir():
             yield f"run.dir={config.run.dir} is a file; give a folder"

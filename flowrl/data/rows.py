@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.config.paths import user_path
 from flowrl.config.tree import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -149,7 +150,7 @@ def _read(name: str) -> Iterator[tuple[int, Any]]:
         return _builtin(name)
     if name.startswith("hf:"):
         return _hub(name)
-    path = Path(name).expanduser()
+    path = user_path(name)
     if name.endswith(JSON_SUFFIXES):
         return _json_lines(name, path)
     return _parquet(name, path)

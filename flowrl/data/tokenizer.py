@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from flowrl.config.paths import user_path
 from flowrl.config.tree import ConfigError
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def load_tokenizer(folder: str | Path, chat_template: str | None = None, trust_r
     Stop ids are the union of what tokenizer, config.json and generation_config.json name; nothing else is taken from
     the latter. Error: `ConfigError` naming the folder.
     """
-    folder = Path(folder).expanduser()
+    folder = user_path(folder)
     if not folder.is_dir():
         raise ConfigError(f"model.path={folder} is not a folder")
     try:
@@ -111,7 +112,7 @@ def load_tokenizer(folder: str | Path, chat_template: str | None = None, trust_r
 
 def _template(name: str) -> str:
     try:
-        text = Path(name).expanduser().read_text(encoding="utf-8")
+        text = user_path(name).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"data.chat_template={name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from flowrl.config.machine import find_machine
 from flowrl.config.model_shape import ModelShape
+from flowrl.config.paths import user_path
 from flowrl.resharding.measure import report
 from flowrl.resharding.measure.folder import write_config
 from flowrl.resharding.measure.job import PRELOAD, RUN, Job
@@ -48,8 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         device = _device(options)
         _check(shape, options, device)
         if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
+            _make_folder(options.out)
+    except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
     # The processes inherit these; they must be there before the first of them starts.
@@ -69,6 +70,16 @@ def main(arguments: Sequence[str]) -> int:
     for one in skipped:
         console.print(f"not run: {one['engine']} to {one['rollout']}: {one['reason']}", highlight=False)
     return _verdict(measured)
+
+
+def _make_folder(folder: Path) -> None:
+    """Error: `ValueError` where the results could not be written: known before anything is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"out={folder} cannot be written: {error.strerror}") from None
 
 
 def _verdict(measured: Sequence[Measured]) -> int:
@@ -107,7 +118,7 @@ def measure(shape: ModelShape, options: BenchmarkOptions, device: str) -> tuple[
     skipped: Skipped = []
     with tempfile.TemporaryDirectory() as scratch:
         coded = options.model in SHAPES
-        folder = write_config(Path(scratch), shape, options.dtype) if coded else Path(options.model).expanduser()
+        folder = write_config(Path(scratch), shape, options.dtype) if coded else user_path(options.model)
         for rollout in options.rollouts:
             engines = [FLOWRL, *options.against]
             refusal = refit_refusal(shape, options, rollout, _memory_bytes(options, device))

@@ -7,6 +7,7 @@ ranks where there are fewer heads than ranks, the vocabulary padded to a multipl
 
 from __future__ import annotations
 
+from flowrl.config.layout import ENGINE_VOCABULARY_UNIT, vocabulary_problem
 from flowrl.config.model_shape import MOE_ARCHITECTURES, ModelShape
 from flowrl.resharding import families, latent
 from flowrl.resharding.experts import attention_shape
@@ -14,8 +15,6 @@ from flowrl.resharding.families import EMBEDDING, FINAL_NORM, HEAD, Box, expert_
 from flowrl.resharding.ranks import ParallelSizes
 from flowrl.resharding.regions import whole
 from flowrl.resharding.shapes import LatentShape
-
-VOCABULARY_PADDING = 64
 
 
 def check_rollout(shape: ModelShape, sizes: ParallelSizes) -> None:
@@ -30,9 +29,8 @@ def check_rollout(shape: ModelShape, sizes: ParallelSizes) -> None:
             families.check_tensor_parallel(shape, tp)
     except ValueError as error:
         raise ValueError(f"rollout {sizes}: {error}") from None
-    padded = -(-shape.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING
-    if padded % tp:
-        raise ValueError(f"rollout {sizes}: tp={tp} does not divide the vocabulary of {padded} rows (a multiple of 64)")
+    if (reason := vocabulary_problem(shape, tp)) is not None:
+        raise ValueError(f"rollout {sizes}: {reason}")
     if sizes.pp > shape.num_layers:
         raise ValueError(f"rollout {sizes}: pp={sizes.pp} is more than the model's {shape.num_layers} layers")
     if not shape.num_experts:
@@ -75,7 +73,7 @@ def end_stages(shape: ModelShape, pp: int) -> dict[str, range | tuple[int, ...]]
 
 def vocabulary_box(shape: ModelShape, tp: int, tp_rank: int) -> Box | None:
     """Rows of embedding or head; None where a rank has padding alone."""
-    rows = -(-shape.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tp
+    rows = -(-shape.vocab_size // ENGINE_VOCABULARY_UNIT) * ENGINE_VOCABULARY_UNIT // tp
     low, high = tp_rank * rows, min((tp_rank + 1) * rows, shape.vocab_size)
     return ((low, high), (0, shape.hidden_size)) if low < high else None
 

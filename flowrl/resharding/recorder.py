@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from flowrl.resharding.dtypes import side_dtype
 from flowrl.resharding.families import Box, HFTensor
 from flowrl.resharding.regions import num_elements
 
@@ -137,9 +138,10 @@ def record(
 
     Errors: `ValueError` naming the tensor where the loader refuses it (unknown name, wrong shape), computes with it,
     writes it to something that is no parameter, or takes other than a box of it; `ValueError` naming the parameters
-    that no tensor fills.
+    that no tensor fills, or those of a dtype that no move knows (`dtypes.side_dtype`).
     """
-    dtype, device = (tensor := next(iter(parameters.values()))).dtype, tensor.device
+    dtype = side_dtype("the engine keeps", ((name, parameter.dtype) for name, parameter in parameters.items()))
+    device = next(iter(parameters.values())).device
     copies: list[_Copy] = []
     with torch.no_grad():
         for name, shape in ((tensor.name, tensor.shape) for tensor in tensors):
@@ -172,7 +174,13 @@ def _check_filled(regions: Mapping[str, Sequence[Region]], parameters: Mapping[s
         if not there or (filled != parameters[name].numel() and not padded):
             unfilled.append(name)
     if unfilled:
-        raise ValueError(f"the model's tensors do not fill these parameters of the engine: {', '.join(unfilled)}")
+        names = ", ".join(f"{name} {list(parameters[name].shape)}" for name in unfilled[:5])
+        more = f" and {len(unfilled) - 5} more" if len(unfilled) > 5 else ""
+        raise ValueError(
+            f"the model's tensors do not fill {len(unfilled)} parameters of the engine: {names}{more}; they would keep what "
+            f"the engine started with. Scales mean a quantised engine (use a folder without quantization_config); else the "
+            f"family's table in flowrl/resharding/families.py lacks tensors of this model"
+        )
 
 
 def _region(copy: _Copy, shape: tuple[int, ...], owners: Mapping[int, tuple[str, torch.Tensor]]) -> Region:

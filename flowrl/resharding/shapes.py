@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flowrl.config.model_shape import ModelShape, read_model_shape
+from flowrl.config.paths import user_path
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,6 @@ def planned_shape(model: str) -> ModelShape:
     """The shape called `model`, or of the Hugging Face folder `model`. Errors: `ValueError` listing the names."""
     if model in SHAPES:
         return SHAPES[model]
-    if not Path(model).expanduser().is_dir():
+    if not user_path(model).is_dir():
         raise ValueError(f"model={model} is neither a folder nor a named shape; named are: {', '.join(SHAPES)}")
     return read_model_shape(model)

@@ -18,6 +18,7 @@ import torch
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding.clock import Clock
 from flowrl.resharding.copies import Pair, copy_all, in_place, pair_up
+from flowrl.resharding.dtypes import side_dtype, wire_dtype
 from flowrl.resharding.exchange import start
 from flowrl.resharding.families import Box, hf_tensors
 from flowrl.resharding.layouts import Layouts
@@ -104,7 +105,8 @@ class Transfer:
     moves must give the same boxes. A rank without an engine has a recording without regions, one without a trainer
     holds nothing. `held_dtype` is the trainer's, None: as `held`. Made on all ranks at once.
 
-    Errors: `ValueError` where the model cannot be cut into the layouts, or trainer or engine differ from the plan.
+    Errors: `ValueError` where the model cannot be cut into the layouts, trainer or engine differ from the plan, or a
+    dtype is not one that moves (`dtypes.side_dtype`).
     """
 
     def __init__(
@@ -125,7 +127,10 @@ class Transfer:
         self.world = world or default_world(held[0].tensor.device)
         self._device, self._rank = self.world.device, self.world.rank
         self._keys = tuple((region.name, region.box) for region in held)
-        self._wire_dtype = min(held_dtype or held[0].tensor.dtype, recording.dtype, key=lambda dtype: dtype.itemsize)
+        if held:
+            held_dtype = side_dtype("the trainer holds", ((region.name, region.tensor.dtype) for region in held))
+        assert held_dtype is not None, "a rank without a trainer is told its dtype"
+        self._wire_dtype = wire_dtype(held_dtype, recording.dtype)
         prepared = prepare(
             shape,
             layouts,

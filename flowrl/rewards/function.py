@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flowrl.config.paths import user_path
+
 SIGNATURE = "f(prompt: str, response: str, row: dict) -> float | dict with key 'score'"
 BATCHED_SIGNATURE = "@batched f(prompts: list, responses: list, rows: list) -> list of the same length"
 MAX_FLOAT32 = 3.4028234e38
@@ -49,7 +51,7 @@ def resolve(name: str) -> Callable[..., Any]:
     place, colon, attribute = name.rpartition(":")
     if not (place and colon and attribute):
         raise ValueError(f"{name!r} names no function; expected package.module:name or path/to/file.py:name")
-    module = _load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
+    module = _load_file(user_path(place)) if place.endswith(".py") else _load_module(place)
     if attribute not in vars(module):
         there = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise ValueError(f"{place} has no {attribute!r}; it has: {there or 'no functions'}; expected {SIGNATURE}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowrl.config.layout import vocabulary_problem
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import RolloutConfig, RolloutLayout
 from flowrl.resharding.families import check_expert_parallel, check_tensor_parallel
@@ -44,6 +45,8 @@ def check_layout(shape: ModelShape, layout: RolloutLayout, *, expert_parallel: b
             check_expert_parallel(shape, ep=1, etp=layout.tp)
     except ValueError as error:
         raise ValueError(f"rollout.layout: {error}") from None
+    if (reason := vocabulary_problem(shape, layout.tp)) is not None:
+        raise ValueError(f"rollout.layout.tp={layout.tp}: {reason}")
     if layout.pp > shape.num_layers:
         raise ValueError(f"rollout.layout.pp={layout.pp} is more than the model's {shape.num_layers} layers")
 

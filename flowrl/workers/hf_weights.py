@@ -14,12 +14,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from flowrl.config.model_shape import ModelShape
+from flowrl.config.paths import user_path
 from flowrl.resharding.families import EMBEDDING, HEAD, Box, HFTensor, hf_tensors
 
 INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 VALUE_HEAD_FILE = "value_head.safetensors"
 VALUE_HEAD = "value_head.weight"
+READ_TYPES = ("BF16", "F16", "F32")
+"""Types of files that are weights as they are; float16 and bfloat16 are exact in float32."""
 SHOWN = 5
 ROWS_COMPARED = 4096
 
@@ -29,7 +32,7 @@ class HFFolder:
 
     def __init__(self, folder: str | Path) -> None:
         """Errors: `ValueError` naming the folder where there are no safetensors or the index names an absent file."""
-        self.path = Path(folder).expanduser()
+        self.path = user_path(folder)
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, Path] = {}
         for file in self._weight_files():
@@ -80,8 +83,8 @@ class HFFolder:
     def check(self, shape: ModelShape, *, head: bool = True) -> None:
         """Compare the folder with what the model needs. `head` is False where no language-model head is read.
 
-        Errors: `ValueError` with the first few names of missing, unexpected and wrongly shaped tensors and their count;
-        and where `tie_word_embeddings` contradicts the files.
+        Errors: `ValueError` with the first few names of missing, unexpected and wrongly shaped tensors, and of those of a
+        quantised or integer type, and their count; and where `tie_word_embeddings` contradicts the files.
         """
         expected = {tensor.name: tensor for tensor in hf_tensors(shape)}
         optional = {HEAD} if shape.tied or not head else set()
@@ -91,6 +94,9 @@ class HFFolder:
         problems += _listed("unexpected", sorted(there - set(expected) - optional))
         wrong = [t for name, t in expected.items() if name in there and self.shape(name) != t.shape]
         problems += _listed("wrong shape", [f"{t.name} {self.shape(t.name)} instead of {t.shape}" for t in wrong])
+        odd = [name for name in expected if name in there and self._slice(name).get_dtype() not in READ_TYPES]
+        described = [f"{name} {self._slice(name).get_dtype()}" for name in odd]
+        problems += _listed(f"of a type that is no plain weight (known: {', '.join(READ_TYPES)})", described)
         if missing == [HEAD]:
             problems.append("config.json says tie_word_embeddings=false; set it to true if the model is tied")
         if problems:
@@ -139,7 +145,7 @@ class FolderWriter:
 
     def __init__(self, source: Path, target: str | Path) -> None:
         """Everything of `source` but its weights is copied as it is."""
-        self.target = Path(target).expanduser()
+        self.target = user_path(target)
         self.aside = self.target.with_name(f".{self.target.name}.partial-{os.getpid()}")
         shutil.rmtree(self.aside, ignore_errors=True)
         self.aside.mkdir(parents=True)

@@ -22,6 +22,7 @@ from flowrl.resharding.recorder import check_names, record
 from flowrl.resharding.transfer import Held, MoveReport, Transfer
 from flowrl.single_controller import MeshPosition, Worker, broadcast, rank_zero, register, split_over
 from flowrl.workers import vllm_private
+from flowrl.workers.engine_memory import EngineMemory
 from flowrl.workers.generation import (
     Sampling,
     check_layout,
@@ -85,6 +86,7 @@ class RolloutWorker(Worker):
         engines = engine_ranks(self._places)
         self._replica, self._ranks = next((n, ranks) for n, ranks in enumerate(engines) if self.rank in ranks)
         self._engine = self._start(model_path, seed)
+        self._memory = EngineMemory()
         if num_tokenizer_ids < shape.vocab_size:
             self._engine.limit_vocabulary(num_tokenizer_ids)
         self._parameters = dict(self._engine.model.named_parameters())
@@ -154,8 +156,9 @@ class RolloutWorker(Worker):
 
         A row's response depends on prompt, seed and weights alone, not on the other rows or the layout (up to rounding).
 
-        Errors: `ValueError` naming the row of an illegal prompt.
+        Errors: `ValueError` naming the row of an illegal prompt; one where the engine is asleep or without weights.
         """
+        self._memory.check_generate()
         prompts = [row.tolist() for row in _ragged(batch, "prompt_ids").rows()]
         check_prompts(prompts, batch.row_ids, self._max_prompt_tokens, self._shape.vocab_size)
         params = [self._params(int(seed), greedy) for seed in _dense(batch, "seeds").tolist()]
@@ -195,9 +198,10 @@ class RolloutWorker(Worker):
 
         Every `config.fingerprint_every`-th move is proven by checksums of what trainer and engine hold.
 
-        Errors: `ValueError` listing names and shapes in which the actor's tensors are not the engine's; one naming rank
-        and tensor where the engine differs from the trainer afterwards.
+        Errors: `ValueError` listing names, shapes and dtypes in which the actor's tensors are not the engine's; one where
+        the engine's weights are asleep; one naming rank and tensor where the engine differs from the trainer afterwards.
         """
+        self._memory.check_receive()
         transfer = self._transfer_from(actor)
         clock = Clock(self.device)
         held = actor.held_regions()
@@ -205,6 +209,7 @@ class RolloutWorker(Worker):
         report = transfer.move(held)
         clock.lap("move")
         self._engine.reset_prefix_cache()
+        self._memory.received()
         clock.lap("resume")
         around = clock.read()
         seconds = {f"reshard/{part}_seconds": around[part] for part in ("pause", "resume")}
@@ -247,15 +252,15 @@ class RolloutWorker(Worker):
 
     @register(dispatch=broadcast)
     def sleep(self) -> None:
-        """Give the memory of weights and cache back until `wake`; the weights are lost. Nothing to do on CPU."""
-        self._engine.sleep()
+        """Give the memory of weights and cache back until `wake`; the weights are lost. On CPU the memory stays taken."""
+        if self._memory.sleep():
+            self._engine.sleep()
 
     @register(dispatch=broadcast)
     def wake(self, *, what: str = "all") -> None:
         """Take memory again: `weights` (to be received before the next generation), then `kv_cache`, or `all`."""
-        if what not in ("all", "weights", "kv_cache"):
-            raise ValueError(f"cannot wake {what!r}; known: all, weights, kv_cache")
-        self._engine.wake(None if what == "all" else [what])
+        if parts := self._memory.wake(what):
+            self._engine.wake(parts)
 
     def close(self) -> None:
         self._engine.close()

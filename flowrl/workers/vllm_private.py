@@ -268,8 +268,8 @@ class Engine:
         if self.spec.device == "cuda":
             self.llm.sleep(level=2)
 
-    def wake(self, tags: list[str] | None) -> None:
-        """Take the memory of `tags` (`weights`, `kv_cache`; None: both) again."""
+    def wake(self, tags: list[str]) -> None:
+        """Take the memory of `tags` (`weights`, `kv_cache`), which is asleep, again."""
         if self.spec.device == "cuda":
             self.llm.wake_up(tags=tags)
 

@@ -103,8 +103,7 @@ class ModelWeights:
         expected = {parameter.name: parameter.shape for parameter in self._table}
         actual = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         if expected != actual:
-            different = sorted(set(expected.items()) ^ set(actual.items()))
-            raise ValueError(f"the family table and Megatron-core disagree about {different[:6]}")
+            raise ValueError(_difference(expected, actual))
 
     def _stage(self, at: TrainPlace) -> tuple[Parameter, ...]:
         return stage_parameters(
@@ -217,6 +216,24 @@ class ModelWeights:
             dist.send(packed, dst=reader)
         elif reader == me != owner:
             dist.recv(packed, src=owner)
+
+
+def _difference(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]) -> str:
+    """What is wrong where Megatron-core's parameters are not those of the family table."""
+    kinds = {
+        "Megatron-core has, and the family's table lacks": [name for name in actual if name not in expected],
+        "the table has, and Megatron-core lacks": [name for name in expected if name not in actual],
+        "of another shape": [
+            f"{name} {list(actual[name])} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if name in actual and actual[name] != shape
+        ],
+    }
+    found = [f"{len(names)} {kind}: {', '.join(names[:5])}" for kind, names in kinds.items() if names]
+    return (
+        f"{'; '.join(found)}. A parameter that the table does not know would be neither loaded nor moved: describe it in "
+        f"flowrl/resharding/families.py, or use the Megatron-core that flowrl was written for"
+    )
 
 
 def _numel(box: Box) -> int:

@@ -75,6 +75,9 @@ def test_options_have_defaults_and_a_list_of_layouts() -> None:
     ("word", "message"),
     [
         ("world=0", "world=0 must be a whole number"),
+        ("world=99999999", "must be a whole number of at least 1 and at most 16384"),
+        ("repeat=0", "repeat=0 must be a whole number of at least 1"),
+        ("against=,", "no baseline ''"),
         ("world=6", "6 ranks cannot be cut into train tp x cp x pp = 8"),
         ("train=tp4pq2", "'pq2' is no size"),
         ("train=tp2dp2", "2 x dp=2 ranks and world=8"),
@@ -99,6 +102,7 @@ def test_a_wrong_word_is_named(word: str, message: str) -> None:
         ([], "missing: world=..., model=..., train=..., rollout=..."),
         (with_word("model=nowhere"), "neither a folder nor a named shape"),
         (with_word("model=deepseek-v3"), "cannot be built here"),
+        (with_word("out=/proc/none"), "out=/proc/none cannot be written: No such file or directory"),
         ([*GIVEN[:2], "train=tp4ep2", *GIVEN[3:]], "train tp4ep2: "),
         (with_word("model=llama-70b"), "this machine has"),
         ([*with_word("device=cuda"), "repeat=1"], "device=cuda needs a GPU for each of world=8 ranks"),
@@ -120,6 +124,9 @@ def test_layouts_that_do_not_cut_the_model_are_refused() -> None:
     with pytest.raises(ValueError, match="1 layers? .*2"):
         check_model(replace(TINY, num_layers=1), options)
     check_model(replace(TINY, num_layers=5), options)
+    three = parse_options(["world=3", "model=llama-1b", "train=tp3", "rollout=tp3", "out=bench"])
+    with pytest.raises(ValueError, match="rollout tp3: the vocabulary of 128 rows .* cannot be cut into 3 parts"):
+        check_model(replace(TINY, heads=6, kv_heads=3, vocab_size=100), three)
 
 
 def test_memory_is_counted_before_anything_starts() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import prod
 
 import pytest
-from plan_cases import MIXTRAL, MOE
+from plan_cases import MIXTRAL, MOE, held_by, needed_by
+from test_plan import plan
+from test_steps import keys_of
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding import families, latent
+from flowrl.resharding.ranks import ParallelSizes
 from flowrl.resharding.regions import disjoint, num_elements
 from flowrl.resharding.shapes import SHAPES, LatentShape
+from flowrl.resharding.steps import Regions, make_counts, make_steps
 
 LAYOUTS = [(1, 1, 1), (2, 4, 1), (4, 2, 2), (1, 8, 1), (2, 1, 4)]
 
@@ -72,3 +77,38 @@ def test_latent_attention_is_cut_by_heads_and_its_latents_are_everywhere(layer: 
         cut = any(tensor.name.endswith(name) for name in latent.CUT)
         assert sum(map(num_elements, found[tensor.name])) == prod(tensor.shape) * (1 if cut else 8)
         assert sum(map(num_elements, disjoint(found[tensor.name]))) == prod(tensor.shape)
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout"),
+    [
+        (ParallelSizes(ep=4), ParallelSizes(tp=2)),
+        (ParallelSizes(tp=2, ep=4), ParallelSizes()),
+        (ParallelSizes(ep=2, etp=2), ParallelSizes(tp=4, ep=4)),
+    ],
+)
+def test_work_of_a_move_grows_in_proportion_to_the_number_of_experts(
+    train: ParallelSizes, rollout: ParallelSizes
+) -> None:
+    """PAR-08: pieces of a plan, reads and writes of a rank and checksums, from 8 to 64 to 128 experts."""
+    counted = []
+    for experts in (8, 64, 128):
+        shape = replace(MOE, num_experts=experts)
+        made = plan(shape, 4, train, rollout)
+        work = [0, 0, 0]
+        for place in made.places:
+            held = Regions(keys_of(held_by(shape, train, place)))
+            kept = keys_of(needed_by(shape, rollout, place))
+            steps = make_steps(made, place.rank, held, Regions(kept))
+            slots = [len(step.packs) + len(step.relays) + len(step.installs) for step in steps.steps]
+            work[0] += len(steps.copies) + sum(slots)
+            work[1] += len(steps.steps)
+            work[2] += len(make_counts(made, place.rank, held, kept).mine)
+        assert sum(len(tuple(unit.pieces())) for unit in made.units) == work[2]
+        counted.append(work)
+    few, many, most = counted
+    for small, middle, large in zip(few, many, most, strict=True):
+        # The same number more for every further expert.
+        assert (large - middle) * 56 == (middle - small) * 64
+    assert few[1] == most[1] > 0, "buckets follow from bytes, not from tensors"
+    assert most[0] < 16 * few[0]

@@ -79,10 +79,27 @@ def test_what_cannot_be_recorded_is_refused_by_name(tensor: HFTensor, message: s
 
 def test_a_parameter_that_no_tensor_fills_is_an_error() -> None:
     loader = Loader()
-    with pytest.raises(ValueError, match="do not fill these parameters of the engine: out"):
+    with pytest.raises(ValueError, match=r"do not fill 1 parameters of the engine: out \[4, 3\]; they would keep what"):
         record(loader.load, loader.parameters, TENSORS[:3])
-    with pytest.raises(ValueError, match="do not fill these parameters of the engine: gate_up"):
+    with pytest.raises(ValueError, match=r"do not fill 1 parameters of the engine: gate_up \[6, 4\]"):
         record(loader.load, loader.parameters, (TENSORS[0], TENSORS[2], TENSORS[3]))
+
+
+def test_scales_of_a_quantised_engine_are_named() -> None:
+    loader = Loader()
+    loader.parameters |= {f"layer{n}.input_scale": torch.ones(1) for n in range(7)}
+    with pytest.raises(
+        ValueError, match=r"7 parameters of the engine: layer0.input_scale \[1\], .* and 2 more; .*quantised"
+    ):
+        record(loader.load, loader.parameters, TENSORS)
+
+
+def test_a_parameter_of_another_dtype_is_named() -> None:
+    """SYN-03: it would be filled with values that were rounded on the way."""
+    loader = Loader()
+    loader.parameters["out"] = loader.parameters["out"].bfloat16()
+    with pytest.raises(ValueError, match="several dtypes: embed in torch.float32, out in torch.bfloat16"):
+        record(loader.load, loader.parameters, TENSORS)
 
 
 def test_names_and_shapes_must_be_the_same_set() -> None:

@@ -283,15 +283,31 @@ def numbered_experts(start: Path, target: Path, cell: Cell, setup: Setup) -> dic
     return found
 
 
-def repeat_moves(folder: Path, cell: Cell, setup: Setup, batch: DataProto) -> tuple[list[Rows], list[float]]:
-    """Responses after each of ten transfers of the same weights, and the fingerprints' verdicts."""
+def _state(role: RolloutWorker) -> dict[str, tuple[int, torch.Tensor]]:
+    """Address and values of every parameter and buffer of the engine, aliases and non-persistent buffers among them."""
+    model = role._engine.model
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: (tensor.data_ptr(), tensor.detach().clone()) for name, tensor in named}
+
+
+def repeat_moves(folder: Path, cell: Cell, setup: Setup, batch: DataProto) -> tuple[list[Rows], list[float], list[str]]:
+    """Responses after each of ten transfers of the same weights, the fingerprints' verdicts, and what of the engine has
+    moved or changed in the end."""
     source, role = pair(folder, folder, cell, setup)
+    before = _state(role)
     rows, verdicts = [generate(role, batch)], []
     for _ in range(10):
         verdicts.append(role.receive_weights(source).metrics["reshard/fingerprint_ok"].value)
         rows.append(generate(role, batch))
+    after = _state(role)
+    assert before.keys() == after.keys()
+    changed = [
+        name
+        for name, (address, values) in after.items()
+        if address != before[name][0] or not torch.equal(values, before[name][1])
+    ]
     role.close()
-    return rows, verdicts
+    return rows, verdicts, changed
 
 
 def corrupted(folder: Path, cell: Cell, setup: Setup, parameter: str) -> str:
@@ -311,18 +327,27 @@ def corrupted(folder: Path, cell: Cell, setup: Setup, parameter: str) -> str:
     raise AssertionError("the proof did not notice")
 
 
-class _Renamed:
-    """An actor one of whose tensors has another name."""
+@dataclass(frozen=True)
+class _Region:
+    name: str
+    box: Any
+    tensor: torch.Tensor
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
+
+class _Altered:
+    """An actor one of whose tensors has another name, or another dtype."""
+
+    def __init__(self, source: Any, *, name: str | None = None, dtype: torch.dtype | None = None) -> None:
+        self._source, self._name, self._dtype = source, name, dtype
 
     def hf_tensors(self) -> Any:
         first, *rest = self._source.hf_tensors()
-        return [replace(first, name="model.embedding"), *rest]
+        return [replace(first, name=self._name or first.name), *rest]
 
     def held_regions(self) -> Any:
-        return self._source.held_regions()
+        first, *rest = self._source.held_regions()
+        tensor = first.tensor if self._dtype is None else first.tensor.to(self._dtype)
+        return [_Region(first.name, first.box, tensor), *rest]
 
     def sizes(self) -> Any:
         return self._source.sizes()
@@ -331,30 +356,61 @@ class _Renamed:
         return self._source.places()
 
 
-def renamed(folder: Path) -> str:
+def refusals(folder: Path) -> list[str]:
+    """Messages for an actor with a renamed tensor, and with one of float16, of int8 and of another legal dtype."""
     source, role = actor(folder, Cell()), rollout(folder, Setup())
+    altered = [_Altered(source, name="model.embedding")]
+    altered += [_Altered(source, dtype=dtype) for dtype in (torch.float16, torch.int8, torch.bfloat16)]
+    messages = []
+    for one in altered:
+        try:
+            role.receive_weights(one)
+        except ValueError as error:
+            messages.append(str(error))
+    role.close()
+    return messages
+
+
+def _refused(act: Callable[[], Any]) -> str:
     try:
-        role.receive_weights(_Renamed(source))
+        act()
     except ValueError as error:
         return str(error)
-    finally:
-        role.close()
     raise AssertionError("no error")
+
+
+def _sleep(role: RolloutWorker, source: ActorWorker, batch: DataProto, parts: Sequence[str]) -> list[str]:
+    """Sleep, and wake `parts` before weights arrive; the messages of calls that come too early."""
+    role.sleep()
+    role.sleep()
+    messages = [_refused(lambda: role.receive_weights(source)), _refused(lambda: generate(role, batch))]
+    for part in parts:
+        role.wake(what=part)
+    messages.append(_refused(lambda: generate(role, batch)))
+    return messages
 
 
 def train_and_decode(
     folder: Path, out: Path, cell: Cell, setup: Setup, batch: DataProto, mini: DataProto
-) -> list[tuple[Rows, Path, float]]:
-    """Three rounds: a large update, a transfer, a greedy decoding; with the trainer's weights written to folders."""
-    source = actor(folder, cell, optim=replace(OPTIM, lr=0.05), beside=rollout_sizes(engine_config(setup)))
+) -> list[tuple[Rows, Path, float, list[str]]]:
+    """Three rounds: a large update, a transfer, a greedy decoding; with the trainer's weights written to folders.
+
+    The engine stays awake in the first, is awake again in the second when weights arrive, and has no cache yet in the
+    third. Messages are those of what it refuses on the way."""
+    source = actor(folder, cell, optim=replace(OPTIM, lr=0.5), beside=rollout_sizes(engine_config(setup)))
     role = rollout(folder, setup, cell)
     rounds = []
-    for number in range(3):
+    for number, parts in enumerate([(), ("all",), ("weights",)]):
+        generate(role, batch)
         old = call(source, source.log_probs, mini)
+        messages = _sleep(role, source, batch, parts) if parts else []
         call(source, source.update, mini.union(old))
         ok = role.receive_weights(source).metrics["reshard/fingerprint_ok"].value
+        if parts == ("weights",):
+            messages.append(_refused(lambda: generate(role, batch)))
+            role.wake(what="kv_cache")
         written = out / f"round{number}"
         source.export(str(written))
-        rounds.append((generate(role, batch, greedy=True), written, ok))
+        rounds.append((generate(role, batch, greedy=True), written, ok, messages))
     role.close()
     return rounds

@@ -26,6 +26,7 @@ from flowrl.config.schema import (
 )
 from flowrl.protocol import DataProto, Ragged, merge_metrics
 from flowrl.resharding.families import EMBEDDING
+from flowrl.resharding.fingerprint import checksum
 from flowrl.resharding.layouts import train_sizes
 from flowrl.resharding.ranks import ParallelSizes
 from flowrl.single_controller.dispatch import neighbouring_rows
@@ -176,6 +177,21 @@ def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
     }
 
 
+def check_replicas(engine: Engine) -> None:
+    """PAR-10: what several ranks, or one rank twice, hold of a tensor has the same bits everywhere."""
+    shapes = {tensor.name: tensor.shape for tensor in engine.hf_tensors}
+    mine = [
+        ((held.name, held.box), int(checksum(held.tensor, held.box, shapes[held.name], held.tensor.dtype)))
+        for held in engine.weights.held_regions()
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    first: dict[Any, int] = {}
+    for rank, there in enumerate(everyone):
+        for key, value in there:
+            assert first.setdefault(key, value) == value, f"rank {rank} differs in {key}"
+
+
 def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Reduced gradients by Hugging Face name, on every rank; not with the distributed optimizer."""
     gradients = {name: parameter.main_grad for name, parameter in engine.weights._parameters.items()}
@@ -224,6 +240,7 @@ def update_cells(folder: Path, cells: Sequence[Cell], batch: DataProto, config: 
         gradients = {} if cell.distributed_optimizer else whole_gradients(probe._engine)
         role = actor(folder, cell, **config)
         metrics = figures(call(role, role.update, rows))
+        check_replicas(role._engine)
         results.append({"metrics": metrics, "gradients": gradients, "weights": whole_weights(role._engine)})
     return results
 
@@ -334,6 +351,20 @@ def tied_copies(folder: Path, batch: DataProto) -> list[torch.Tensor]:
     for _ in range(2):
         call(role, role.update, batch)
     return [region.tensor.clone() for region in role.held_regions() if region.name == EMBEDDING]
+
+
+def strayed(folder: Path, cell: Cell, name: str) -> str:
+    """What `check_replicas` says after one bit of a tensor has changed on the last rank only."""
+    engine = actor(folder, cell)._engine
+    check_replicas(engine)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        held = next(held for held in engine.weights.held_regions() if held.name == name)
+        held.tensor.view(torch.int32).view(-1)[7] ^= 1
+    try:
+        check_replicas(engine)
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def vocabulary_shards(

@@ -13,6 +13,7 @@ from scenarios import Cell, critic_round_trip, export_cells
 from flowrl.config.model_shape import read_model_shape
 from flowrl.resharding.families import hf_tensors
 from flowrl.workers.hf_weights import HFFolder
+from flowrl.workers.weights import _difference
 
 WEIGHTS = "model.safetensors"
 
@@ -60,6 +61,36 @@ def test_missing_unexpected_and_wrong_tensors_are_all_named(model_folder: dict[s
     message = str(error.value)
     assert "1 missing: model.norm.weight" in message and "1 unexpected: model.surprise" in message
     assert "model.layers.1.mlp.up_proj.weight (3, 2) instead of (128, 64)" in message
+
+
+@pytest.mark.parametrize("odd", [torch.int8, torch.float8_e4m3fn, torch.float64])
+def test_a_tensor_that_is_no_plain_weight_is_named(
+    model_folder: dict[str, Path], tmp_path: Path, odd: torch.dtype
+) -> None:
+    """SYN-03: integers and eight-bit floats would be copied without their scales."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensor = tensors_of(model_folder["Llama"])[name]
+    with pytest.raises(ValueError, match=f"1 of a type that is no plain weight .*known: BF16, F16, F32.*: {name} "):
+        check(rewritten(model_folder["Llama"], tmp_path / "odd", {name: tensor.to(odd)}))
+    check(rewritten(model_folder["Llama"], tmp_path / "half", {name: tensor.half()}))
+
+
+def test_a_quantised_folder_is_refused_before_anything_is_read(model_folder: dict[str, Path], tmp_path: Path) -> None:
+    folder = rewritten(model_folder["Llama"], tmp_path / "int4", {}, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ValueError, match="quantization_config is not supported; give a folder of plain weights"):
+        read_model_shape(folder)
+
+
+def test_parameters_that_megatron_and_the_table_do_not_share_are_named() -> None:
+    """SYN-03: on either side, and in shape, with what to do."""
+    known = {f"decoder.layers.{n}.scale": (4,) for n in range(9)}
+    message = _difference(
+        {"embedding": (8, 4), "gone": (2,), "bent": (2, 3)}, {"embedding": (8, 4), "bent": (3, 2)} | known
+    )
+    assert "9 Megatron-core has, and the family's table lacks: decoder.layers.0.scale, " in message
+    assert "1 the table has, and Megatron-core lacks: gone" in message
+    assert "1 of another shape: bent [3, 2] instead of [2, 3]" in message
+    assert "describe it in flowrl/resharding/families.py" in message
 
 
 def test_long_lists_of_names_are_cut_with_their_count(model_folder: dict[str, Path], tmp_path: Path) -> None:

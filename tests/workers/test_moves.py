@@ -26,6 +26,7 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders["tied"] = make_model(root / "tied", "Llama", tie_word_embeddings=True, num_hidden_layers=5)
     folders["even"] = make_model(root / "even", "Llama", vocab_size=192)
     folders["wide"] = make_model(root / "wide", "Llama", num_attention_heads=8, num_key_value_heads=4)
+    folders["single"] = make_model(root / "single", "Llama", num_key_value_heads=1)
     return {name: number_elements(folder) for name, folder in folders.items()}
 
 
@@ -68,9 +69,11 @@ GRID: dict[str, tuple[str, int, list[Pair]]] = {
     "Qwen3Moe-one-stage": ("Qwen3Moe", 4, list(product(MIXED, [setup for setup in EXPERTS if setup.pp == 1]))),
     "Qwen3Moe-stages": ("Qwen3Moe", 4, list(product(MIXED, [setup for setup in EXPERTS if setup.pp > 1]))),
     "Mixtral": ("Mixtral", 4, list(product(MIXED[1:4], EXPERTS))),
+    "single": ("single", 4, list(product([Cell(), Cell(tp=2), Cell(tp=4)], [Setup(), Setup(tp=2), Setup(tp=4)]))),
     "eight": ("wide", 8, list(product(WIDE, [Setup(tp=2), Setup(tp=8), Setup(tp=4, pp=2)]))),
 }
-"""(family, ranks, pairs) by name; moved by the slow tests below. Llama has 2 key/value heads and a prime vocabulary."""
+"""(family, ranks, pairs) by name; moved by the slow tests below. Llama has 2 key/value heads and a prime vocabulary,
+single 1 key/value head."""
 
 
 def test_the_grid_has_every_kind_of_move() -> None:

@@ -96,7 +96,7 @@ def test_an_engine_of_experts_decodes_like_the_trainer_after_large_updates(
 
     mini = make_batch([(3, 7), (6, 2), (2, 1), (9, 4)])
     args = (model_folder["Qwen3Moe"], tmp_path, Cell(ep=2), SPREAD, ROWS, mini)
-    for rows, folder, ok in run(2, train_and_decode, *args)[0]:
+    for rows, folder, ok, _ in run(2, train_and_decode, *args)[0]:
         assert ok == 1.0
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for row, prompt in zip(ROWS.row_ids, ROWS["prompt_ids"].rows(), strict=True):

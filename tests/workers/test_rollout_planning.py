@@ -50,6 +50,11 @@ def test_a_layout_that_does_not_fit_is_an_error_with_the_numbers() -> None:
         check_layout(SHAPE, RolloutLayout(tp=3, pp=1))
     with pytest.raises(ValueError, match="rollout.layout.pp=4 is more than the model's 3 layers"):
         check_layout(SHAPE, RolloutLayout(tp=1, pp=4))
+    six = replace(SHAPE, heads=6, kv_heads=3, ffn_size=96, vocab_size=100)
+    with pytest.raises(
+        ValueError, match="rollout.layout.tp=3: the vocabulary of 128 rows .* cannot be cut into 3 parts"
+    ):
+        check_layout(six, RolloutLayout(tp=3, pp=1))
 
 
 def test_cache_holds_what_the_requests_need_and_no_more() -> None:

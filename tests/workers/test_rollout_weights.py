@@ -14,7 +14,7 @@ from rollout_scenarios import (
     move,
     move_in_small_buckets,
     prompts,
-    renamed,
+    refusals,
     repeat_moves,
     train_and_decode,
 )
@@ -110,9 +110,10 @@ def test_temporary_memory_is_two_buckets_whatever_the_model(
 
 
 def test_ten_transfers_of_the_same_weights_change_no_bit_of_the_answers(model_folder: dict[str, Path]) -> None:
-    """SYN-03: repeated moves; versions count up."""
-    rows, verdicts = run(2, repeat_moves, model_folder["tied"], Cell(tp=2), Setup(pp=2), ROWS)[0]
-    assert verdicts == [1.0] * 10
+    """SYN-03: repeated moves; versions count up; parameters, aliases and buffers keep place and bits."""
+    found = run(2, repeat_moves, model_folder["tied"], Cell(tp=2), Setup(pp=2), ROWS)
+    assert all(verdicts == [1.0] * 10 and changed == [] for _, verdicts, changed in found)
+    rows = found[0][0]
     for number, answer in enumerate(rows):
         assert {row: line[:3] for row, line in answer.items()} == {row: line[:3] for row, line in rows[0].items()}
         assert {line[3] for line in answer.values()} == {number}
@@ -126,22 +127,29 @@ def test_one_changed_bit_is_found_and_named_on_every_rank(model_folder: dict[str
         assert parameter in message
 
 
-def test_another_name_of_a_tensor_is_an_error(model_folder: dict[str, Path]) -> None:
-    """SYN-03: both names are in the message."""
-    message = run(1, renamed, model_folder["Llama"])[0]
-    assert "1 missing: model.embed_tokens.weight; 1 unexpected: model.embedding" in message
+def test_another_name_or_dtype_of_a_tensor_is_an_error(model_folder: dict[str, Path]) -> None:
+    """SYN-03: names and dtypes are in the message."""
+    renamed, half, quantised, mixed = run(1, refusals, model_folder["Llama"])[0]
+    assert "1 missing: model.embed_tokens.weight; 1 unexpected: model.embedding" in renamed
+    embedding = "the trainer holds model.embed_tokens.weight in"
+    assert f"{embedding} torch.float16; weights move between torch.bfloat16 and torch.float32 only" in half
+    assert f"{embedding} torch.int8" in quantised
+    assert "several dtypes: model.embed_tokens.weight in torch.bfloat16, model.layers.0." in mixed
 
 
 def test_the_engine_decodes_like_the_trainer_after_large_updates(model_folder: dict[str, Path], tmp_path: Path) -> None:
-    """SYN-01: three rounds of update, transfer and greedy decoding against the trainer's exported weights."""
+    """SYN-01: three rounds of update, transfer and greedy decoding against the trainer's exported weights, with an engine
+    that does not sleep, one that is awake again when weights arrive, and one whose cache is not."""
     from transformers import AutoModelForCausalLM
 
     prompts_only: DataProto = ROWS
     mini = make_batch([(3, 7), (6, 2), (2, 1), (9, 4)])
     args = (model_folder["Llama"], tmp_path, Cell(tp=2), Setup(), prompts_only, mini)
     decoded = []
-    for rows, folder, ok in run(2, train_and_decode, *args)[0]:
+    refused = []
+    for rows, folder, ok, messages in run(2, train_and_decode, *args)[0]:
         assert ok == 1.0
+        refused.append(messages)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for row, prompt in zip(prompts_only.row_ids, prompts_only["prompt_ids"].rows(), strict=True):
             ids = torch.tensor(rows[row][0])
@@ -150,3 +158,11 @@ def test_the_engine_decodes_like_the_trainer_after_large_updates(model_folder: d
             assert torch.equal(logits.argmax(-1), ids)
         decoded.append({row: line[0] for row, line in rows.items()})
     assert decoded[0] != decoded[1] != decoded[2], "the updates were too small to be seen"
+    asleep = ["call rollout.wake(what='weights') before", "weights and kv_cache sleep; call rollout.wake() before"]
+    lost, uncached = (
+        "lost its weights in rollout.sleep(); call rollout.receive_weights(actor)",
+        "the rollout's kv_cache sleep",
+    )
+    for messages, expected in zip(refused, ([], [*asleep, lost], [*asleep, uncached, uncached]), strict=True):
+        assert len(messages) == len(expected)
+        assert all(part in message for part, message in zip(expected, messages, strict=True)), messages

@@ -15,6 +15,7 @@ from scenarios import (
     critic_cells,
     flat_update,
     on_policy,
+    strayed,
     tied_copies,
     update_cells,
     value_batch,
@@ -90,6 +91,14 @@ def test_both_copies_of_a_tied_embedding_stay_bit_equal(model_folder: dict[str, 
     """PAR-07."""
     first, last = run(2, tied_copies, model_folder["tied"], batch)
     assert len(first) == 1 and len(last) == 1 and torch.equal(first[0], last[0])
+
+
+@pytest.mark.parametrize("cell", [Cell(), Cell(tp=2)], ids=["dp2", "tp2"])
+def test_one_bit_of_one_replica_is_found(model_folder: dict[str, Path], cell: Cell) -> None:
+    """PAR-10: the checksum that every test of an update compares across ranks; norms are on every rank."""
+    name = "model.layers.2.input_layernorm.weight"
+    for message in run(2, strayed, model_folder["Llama"], cell, name):
+        assert message.startswith("rank 1 differs in ") and name in message
 
 
 def test_critic_starts_at_zero_and_learns_the_same_in_every_layout(model_folder: dict[str, Path]) -> None:

@@ -153,6 +153,18 @@ def test_update_of_a_tied_model_does_not_depend_on_the_cut_of_its_layers(
         check(one, expected, cell)
 
 
+@pytest.mark.slow
+def test_update_of_a_single_key_value_head_does_not_depend_on_the_layout(
+    tmp_path: Path, update_batch: DataProto
+) -> None:
+    """PAR-04: gradients of a head whose rows are on four ranks are summed once."""
+    folder = make_model(tmp_path / "single", num_key_value_heads=1)
+    expected = hugging_face_update(folder, update_batch)
+    cells = [Cell(tp=4), Cell(tp=2), Cell(tp=2, beside=ParallelSizes(tp=4))]
+    for cell, one in zip(cells, run(4, update_cells, folder, cells, update_batch, CONFIG)[0], strict=True):
+        check(one, expected, cell)
+
+
 @pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum", "sum-norm"])
 def test_every_aggregation_is_a_function_of_the_mini_batch(
     model_folder: dict[str, Path], update_batch: DataProto, aggregation: str

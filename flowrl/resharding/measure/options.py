@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.config.model_shape import ModelShape
+from flowrl.config.paths import user_path
 from flowrl.resharding.needs import check_rollout
 from flowrl.resharding.plan.options import Layout, parse_layout
 from flowrl.resharding.plan.tables import check_train
 from flowrl.resharding.ranks import ParallelSizes, check_world
 from flowrl.resharding.regions import DTYPE_BYTES
 from flowrl.resharding.shapes import LatentShape
+from flowrl.resharding.words import parse_words, rank_number, whole_number
 
 FLOWRL = "flowrl"
 BASELINES = ("per_tensor_gather", "bucketed_gather", "vanilla_grouping", "gather_all", "megatron_refit")
@@ -54,25 +55,13 @@ class BenchmarkOptions:
 
 def parse_options(arguments: Sequence[str]) -> BenchmarkOptions:
     """The command line. Errors: `ValueError` with one message."""
-    given: dict[str, str] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if key not in KEYS or not equals:
-            near = difflib.get_close_matches(key, KEYS, 1)
-            hint = f"; did you mean {near[0]}=...?" if near else ""
-            raise ValueError(f"unknown argument {argument!r}{hint}; known: {', '.join(KEYS)} (each as key=value)")
-        if key in given:
-            raise ValueError(f"{key} is given twice: {given[key]} and {value}")
-        given[key] = value
-    missing = [key for key in ("world", "model", "train", "rollout") if not given.get(key)]
-    if missing:
-        raise ValueError(f"missing: {', '.join(f'{key}=...' for key in missing)}; --help explains every key")
+    given = parse_words(arguments, KEYS, ("world", "model", "train", "rollout"))
     dtype, device = given.get("dtype", "bfloat16"), given.get("device", "")
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype={dtype} is not known; known: {', '.join(DTYPE_BYTES)}")
     if device not in ("", "cpu", "cuda"):
         raise ValueError(f"device={device} is not known; known: cpu, cuda")
-    world = _whole(given, "world", 1)
+    world = rank_number(given, "world")
     train = parse_layout("train", given["train"])
     rollouts = tuple(parse_layout("rollout", text.strip()) for text in given["rollout"].split(","))
     for layout in (train, *rollouts):
@@ -85,18 +74,11 @@ def parse_options(arguments: Sequence[str]) -> BenchmarkOptions:
         train=train,
         rollouts=rollouts,
         against=_baselines(given.get("against", "")),
-        repeat=_whole(given, "repeat", 10),
+        repeat=whole_number(given, "repeat", 10, most=100_000),
         dtype=dtype,
         device=device,
-        out=Path(given["out"]).expanduser() if given.get("out") else None,
+        out=user_path(given["out"]) if "out" in given else None,
     )
-
-
-def _whole(given: dict[str, str], key: str, default: int) -> int:
-    text = given.get(key, str(default))
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{key}={text} must be a whole number of at least 1")
-    return int(text)
 
 
 def _baselines(text: str) -> tuple[str, ...]:

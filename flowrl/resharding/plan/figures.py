@@ -46,7 +46,7 @@ class Row:
 
 
 def plan_row(shape: ModelShape, options: Options, rollout: Layout) -> Row:
-    """Plans one layout. Errors: `ValueError` as `plan_move` and `choose_order`."""
+    """Plans one layout. Errors: `ValueError` as `plan_move` and `choose_order`, or for buckets that are too small."""
     train, sizes = options.train.sizes, rollout.sizes
     common: dict[str, int] = dict(element_bytes=options.element_bytes, gpus_per_node=options.gpus_per_node)
     start = time.perf_counter()
@@ -60,6 +60,7 @@ def plan_row(shape: ModelShape, options: Options, rollout: Layout) -> Row:
     busiest = max(range(plan.world), key=plan.received.__getitem__)
     schedule = plan.schedule(busiest)
     seconds = time.perf_counter() - start
+    _check_buckets(plan)
     copies = sum(len(parcel.pieces) for bucket in schedule.buckets for parcel in bucket.receives)
     generating = [place.rank for place in places if place.rollout is not None]
     received = [plan.received[rank] for rank in generating]
@@ -88,6 +89,16 @@ def plan_row(shape: ModelShape, options: Options, rollout: Layout) -> Row:
         stage_bytes={stage.name: _stage_figures(stage, generating) for stage in plan.stages},
         order=_order(choice, plan.world),
     )
+
+
+def _check_buckets(plan: MovePlan) -> None:
+    """Error: `ValueError` where buckets cannot be as small as asked: no row of a tensor is cut."""
+    largest = max((max(stage.largest_bucket) for stage in plan.stages), default=0)
+    if largest > plan.bucket_bytes:
+        raise ValueError(
+            f"bucket_bytes={plan.bucket_bytes} is too small: a bucket carries a row of a tensor to or from every rank that "
+            f"is sent to or heard, which can be {largest} bytes here; give more, such as {2 * largest}"
+        )
 
 
 def _ratio(got: int, least: int) -> float:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowrl.config.paths import user_path
 from flowrl.resharding.plan.move import BUCKET_BYTES
 from flowrl.resharding.ranks import ParallelSizes
 from flowrl.resharding.regions import DTYPE_BYTES
+from flowrl.resharding.words import MOST_RANKS, parse_words, rank_number, whole_number
 
 _TOKEN = re.compile(r"(etp|vpp|tp|pp|dp|cp|ep)([0-9]+)")
 _TRAIN, _ROLLOUT = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp"), ("tp", "pp", "ep", "dp")
@@ -75,14 +76,14 @@ def parse_layout(key: str, text: str) -> Layout:
     found: dict[str, int] = {}
     place = 0
     for match in _TOKEN.finditer(text):
-        name, size = match[1], int(match[2])
+        name = match[1]
         if match.start() != place:
             break
         if name not in known:
             raise ValueError(f"{key}={text}: a {key} layout has no {name}; it has {', '.join(known)}")
-        if name in found or size < 1:
-            raise ValueError(f"{key}={text}: {match[0]} is {'given twice' if name in found else 'less than 1'}")
-        found[name] = size
+        if name in found:
+            raise ValueError(f"{key}={text}: {match[0]} is given twice")
+        found[name] = whole_number({match[0]: match[2]}, match[0], most=MOST_RANKS)
         place = match.end()
     if place != len(text) or not text:
         raise ValueError(
@@ -93,21 +94,14 @@ def parse_layout(key: str, text: str) -> Layout:
     return Layout(text, ParallelSizes(**found), replicas)
 
 
-def _number(given: dict[str, str], key: str, default: float) -> float:
+def _speed(given: dict[str, str], key: str, default: float) -> float:
     try:
         value = float(given.get(key, default))
     except ValueError:
         raise ValueError(f"{key}={given[key]} is not a number") from None
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{key}={given[key]} must be more than 0")
+    if not 1e-6 <= value <= 1e6:
+        raise ValueError(f"{key}={given[key]} must be from 1e-6 to 1e6 GB/s")
     return value
-
-
-def _whole(given: dict[str, str], key: str, default: int) -> int:
-    value = _number(given, key, default)
-    if value != int(value):
-        raise ValueError(f"{key}={given[key]} must be a whole number")
-    return int(value)
 
 
 def _world(layout: Layout, key: str, given: int | None, *, what: str) -> int:
@@ -120,6 +114,8 @@ def _world(layout: Layout, key: str, given: int | None, *, what: str) -> int:
             )
         return given
     world = layout.model_ranks * layout.replicas
+    if world > MOST_RANKS:
+        raise ValueError(f"{what}={layout.text} are {world} ranks; a plan is made for at most {MOST_RANKS}")
     if given not in (None, world):
         raise ValueError(
             f"{what}={layout.text} are {layout.model_ranks} x dp={layout.replicas} = {world} ranks and {key}={given}; "
@@ -130,26 +126,14 @@ def _world(layout: Layout, key: str, given: int | None, *, what: str) -> int:
 
 def parse_options(arguments: Sequence[str]) -> Options:
     """The command line. Errors: `ValueError` with one message."""
-    given: dict[str, str] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if key not in KEYS or not equals:
-            near = difflib.get_close_matches(key, KEYS, 1)
-            hint = f"; did you mean {near[0]}=...?" if near else ""
-            raise ValueError(f"unknown argument {argument!r}{hint}; known: {', '.join(KEYS)} (each as key=value)")
-        if key in given:
-            raise ValueError(f"{key} is given twice: {given[key]} and {value}")
-        given[key] = value
-    missing = [key for key in ("model", "train", "rollout") if not given.get(key)]
-    if missing:
-        raise ValueError(f"missing: {', '.join(f'{key}=...' for key in missing)}; --help shows an example")
+    given = parse_words(arguments, KEYS, ("model", "train", "rollout"))
     dtype = given.get("dtype", "bfloat16")
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype={dtype} is not known; known: {', '.join(DTYPE_BYTES)}")
     train = parse_layout("train", given["train"])
     rollouts = tuple(parse_layout("rollout", text.strip()) for text in given["rollout"].split(","))
-    world = _world(train, "world", _whole(given, "world", 1) if "world" in given else None, what="train")
-    rollout_world = _whole(given, "rollout_world", 1) if "rollout_world" in given else None
+    world = _world(train, "world", rank_number(given, "world") if "world" in given else None, what="train")
+    rollout_world = rank_number(given, "rollout_world") if "rollout_world" in given else None
     for rollout in rollouts:
         if rollout.replicas is not None:
             _world(rollout, "rollout_world", rollout_world or world, what="rollout")
@@ -159,10 +143,10 @@ def parse_options(arguments: Sequence[str]) -> Options:
         rollouts=rollouts,
         world=world,
         rollout_world=rollout_world,
-        link_gb_s=_number(given, "link_gb_s", 450.0),
-        nic_gb_s=_number(given, "nic_gb_s", 50.0),
-        gpus_per_node=_whole(given, "gpus_per_node", 8),
+        link_gb_s=_speed(given, "link_gb_s", 450.0),
+        nic_gb_s=_speed(given, "nic_gb_s", 50.0),
+        gpus_per_node=whole_number(given, "gpus_per_node", 8),
         element_bytes=DTYPE_BYTES[dtype],
-        bucket_bytes=_whole(given, "bucket_bytes", BUCKET_BYTES),
-        out=Path(given["out"]) if "out" in given else None,
+        bucket_bytes=whole_number(given, "bucket_bytes", BUCKET_BYTES),
+        out=user_path(given["out"]) if "out" in given else None,
     )

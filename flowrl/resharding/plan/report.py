@@ -97,6 +97,7 @@ def results(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("flowrl", "numpy")}},
         "commit": git.stdout.strip() or "unknown",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "rollout_world": options.rollout_world,
         "element_bytes": options.element_bytes,
         "bucket_bytes": options.bucket_bytes,
         "rows": [asdict(row) for row in rows],

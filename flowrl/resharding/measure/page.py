@@ -1,0 +1,112 @@
+"""The tables of `docs/benchmarks/resharding.md`: `python -m flowrl.resharding.measure.page` writes them from their data.
+
+A table stands between `<!-- NAME -->` and `<!-- end -->`. NAME is a file of `docs/benchmarks/data` that the planning
+command wrote (`predicted-*.json`), or `measured`: all files there that the benchmark wrote (`measured-*.json`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.resharding.measure.report import cells
+
+DOCUMENT = Path("docs/benchmarks/resharding.md")
+_PLACE = re.compile(r"(<!-- ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+PREDICTED = ("rollout", "received GB, mean", "max", "of bound", "mean GB by stage", "node import", "floor ms",
+             "predicted ms", "full gather GB")  # fmt: skip
+MEASURED = ("rollout", "engine", "received MB", "of bound", "extra MiB", "collectives", "median s", "p95 s", "spread s",
+            "times flowrl's", "exact", "checksums")  # fmt: skip
+_CELLS = (0, 1, 2, 5, 6, 8, 11, 12, 13)
+"""Those of `report.cells` that stand before `times flowrl's`."""
+
+
+def render(page: str, data: Path) -> str:
+    """The page with every table made anew. Errors: `ValueError` naming a file that is not in the folder `data`."""
+    return _PLACE.sub(lambda place: f"{place[1]}\n{_table(place[2], data)}\n\n{place[3]}", page)
+
+
+def _table(name: str, data: Path) -> str:
+    if name == "measured":
+        files = sorted(data.glob("measured-*.json"))
+        return "\n\n".join(measured(json.loads(file.read_text())) for file in files) or "(No results are stored yet.)"
+    if not (data / name).is_file():
+        raise ValueError(f"there is no {data / name}; write it with python -m flowrl.resharding.plan ... out=FILE")
+    return predicted(json.loads((data / name).read_text()))
+
+
+def predicted(content: Mapping[str, Any]) -> str:
+    """What the planning command wrote, as a title and a table of one line per generation layout."""
+    rows, speeds = content["rows"], content["hardware"]
+    others = content["rollout_world"]
+    where = (
+        f"{rows[0]['world']} GPUs" if others is None else f"{rows[0]['world'] - others} GPUs, {others} others generate"
+    )
+    title = (
+        f"**{rows[0]['model']}**, trained {rows[0]['train']} on {where}; {speeds['gpus_per_node']} GPUs a node, "
+        f"{speeds['link_gb_s']:g} GB/s per GPU inside, {speeds['nic_gb_s']:g} GB/s per GPU between nodes:"
+    )
+    return _lines(title, PREDICTED, [_predicted_cells(row) for row in rows])
+
+
+def _predicted_cells(row: Mapping[str, Any]) -> list[str]:
+    stages = [f"{name} {figures['received_bytes_mean'] / 1e9:.2f}" for name, figures in row["stage_bytes"].items()]
+    return [
+        row["rollout"],
+        f"{row['received_bytes_mean'] / 1e9:.2f}",
+        f"{row['received_bytes_max'] / 1e9:.2f}",
+        f"{row['ratio_to_bound']:.2f}",
+        " + ".join(stages) or "none",
+        f"{row['node_import_ratio']:.2f}",
+        f"{row['floor_seconds'] * 1e3:.0f}",
+        f"{row['predicted_seconds'] * 1e3:.0f}",
+        f"{row['full_gather_bytes_mean'] / 1e9:.2f}",
+    ]
+
+
+def measured(content: Mapping[str, Any]) -> str:
+    """What the benchmark wrote, as a title, a table of one line per layout and engine, and where it was measured."""
+    rows = content["rows"]
+    own = {row["rollout"]: row["seconds_median"] for row in rows if row["engine"] == "flowrl"}
+    lines = []
+    for row, rounds in zip(rows, content["rounds"], strict=True):
+        every = cells(row, rounds["seconds"])
+        times = f"{row['seconds_median'] / own[row['rollout']]:.2f}"
+        lines.append([*(every[place] for place in _CELLS), times, *every[15:]])
+    title = f"**{rows[0]['model']}**, trained {rows[0]['train']} on {rows[0]['world']} ranks:"
+    notes = [f"Not run: {part['engine']} to {part['rollout']}: {part['reason']}." for part in content["skipped"]]
+    means = _geometric_means(rows, own)
+    if len(own) > 1 and means:
+        shown = ", ".join(f"{engine} {mean:.2f}" for engine, mean in means.items())
+        notes.insert(0, f"Geometric means of times flowrl's over these layouts: {shown}.")
+    told = [*content["hardware"].items(), *content["versions"].items()]
+    where = ", ".join(f"{name} {value}" for name, value in told)
+    notes.append(f"Measured on {where}; commit {content['commit'][:12]}, {content['date']}.")
+    return "\n\n".join([_lines(title, MEASURED, lines), *notes])
+
+
+def _geometric_means(rows: Sequence[Mapping[str, Any]], own: Mapping[str, float]) -> dict[str, float]:
+    """Of every baseline's seconds over flowrl's, by engine, where it ran on all layouts."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if row["engine"] != "flowrl":
+            ratios.setdefault(row["engine"], []).append(row["seconds_median"] / own[row["rollout"]])
+    return {name: math.prod(found) ** (1 / len(found)) for name, found in ratios.items() if len(found) == len(own)}
+
+
+def _lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    table = [columns, ["---"] * len(columns), *rows]
+    return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in table)])
+
+
+if __name__ == "__main__":
+    try:
+        DOCUMENT.write_text(render(DOCUMENT.read_text(), DOCUMENT.parent / "data"))
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}; run it in the root of the repository")
