@@ -49,8 +49,8 @@ class WeightSource(Protocol):
 class RolloutWorker(Worker):
     """Generates responses; `config.layout.tp * pp` ranks are one engine, and engines are replicas.
 
-    Engines are consecutive ranks, unless a trainer of sizes `beside` is on the same ranks: then both share an order in
-    which the fewest bytes move.
+    Engines are consecutive ranks and never sleep, unless a trainer of sizes `beside` is on the same ranks: then both
+    share an order in which the fewest bytes move, and the devices' memory by turns.
     The engine starts with the weights of `model_path`, which have version 0; each `receive_weights` adds 1.
     `num_tokenizer_ids`: ids at or over it are never sampled. `stop_token_ids`: end a response, beside
     `config.stop_token_ids`. `seed`: for what vLLM draws outside of requests; every request has its own seed.
@@ -77,6 +77,7 @@ class RolloutWorker(Worker):
         self._sampling = resolve_sampling(config, stop_token_ids, num_tokenizer_ids)
         check_layout(shape, config.layout, expert_parallel=config.expert_parallel)
         self._sizes = rollout_sizes(config)
+        self._shares_devices = beside is not None
         self._places = rollout_places(self.world_size, self._sizes)
         if beside is not None:
             self._places = common_places(shape, self.world_size, beside, self._sizes)
@@ -233,15 +234,18 @@ class RolloutWorker(Worker):
 
     @register(dispatch=broadcast)
     def sleep(self) -> None:
-        """Give the memory of weights and cache back until `wake`; the weights are lost. Nothing to do on CPU."""
-        self._engine.sleep()
+        """Give the memory of weights and cache back until `wake`; the weights are lost. Nothing to do on CPU, or where
+        no trainer wants the memory."""
+        if self._shares_devices:
+            self._engine.sleep()
 
     @register(dispatch=broadcast)
     def wake(self, *, what: str = "all") -> None:
         """Take memory again: `weights` (to be received before the next generation), then `kv_cache`, or `all`."""
         if what not in ("all", "weights", "kv_cache"):
             raise ValueError(f"cannot wake {what!r}; known: all, weights, kv_cache")
-        self._engine.wake(None if what == "all" else [what])
+        if self._shares_devices:
+            self._engine.wake(None if what == "all" else [what])
 
     def close(self) -> None:
         self._leave()
