@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flowrl.config.model_shape import ModelShape, read_model_shape
 from flowrl.config.schema import Config
-from flowrl.config.units import optimizer_steps, pool_devices
+from flowrl.config.units import all_devices, optimizer_steps, pool_name, pools
 from flowrl.data.tokenizer import Tokenizer
 from flowrl.resharding.layouts import rollout_sizes, train_sizes
 from flowrl.single_controller import Cluster, ResourcePool, WorkerGroup
@@ -21,7 +21,8 @@ from flowrl.workers.rollout import RolloutWorker
 class Roles:
     """Makes the worker groups of a run on the pools that the configuration asks for.
 
-    `colocate`: every role in the processes of one pool. `split`: the critic in a pool of its own.
+    `colocate`: every role in the processes of one pool. `split`: the critic in a pool of its own, of
+    `cluster.critic_devices`. `standalone_rollout`: generation in one of its own, of `cluster.rollout_devices`.
     """
 
     def __init__(
@@ -34,40 +35,48 @@ class Roles:
         self._tokenizer = tokenizer
         self._stack = stack
         self._steps = optimizer_steps(config)
-        self._main = self._pool("main", config.cluster.devices)
+        self._pools: dict[str, ResourcePool] = {}
+        self._pool("actor")
 
-    def _pool(self, name: str, devices: int) -> ResourcePool:
+    def _pool(self, role: str) -> ResourcePool:
+        """The pool of a role, started for the first of its roles."""
+        name = pool_name(self._config, role)
+        if name not in self._pools:
+            self._pools[name] = self._start(name, pools(self._config)[name].devices)
+        return self._pools[name]
+
+    def _start(self, name: str, devices: int) -> ResourcePool:
         cluster = self._config.cluster
         pool = ResourcePool(
             self._cluster, name=name, devices=devices, device=cluster.device,
-            env=process_environment(cluster.device, self._all_devices), cpus_per_device=self._cpus_per_device(),
+            env=process_environment(cluster.device, all_devices(self._config)), cpus_per_device=self._cpus_per_device(),
             placement_timeout_seconds=cluster.placement_timeout_seconds,
             collective_timeout_seconds=cluster.collective_timeout_seconds,
         )  # fmt: skip
         return self._stack.enter_context(pool)
-
-    @property
-    def _all_devices(self) -> int:
-        config = self._config
-        return config.cluster.devices + (config.cluster.critic_devices if config.placement == "split" else 0)
 
     def _cpus_per_device(self) -> float | None:
         """At most one CPU for a device, so that other runs fit beside this one on a larger cluster; less where there
         are fewer CPUs than devices: pools that live side by side share them evenly, a pool alone takes them all."""
         if self._config.cluster.device == "cuda":
             return None
-        share = int(self._cluster.num_cpus * 100 / self._all_devices) / 100
+        share = int(self._cluster.num_cpus * 100 / all_devices(self._config)) / 100
         if share >= 1:
             return 1.0
-        return share if self._config.placement == "split" else None
+        return share if len(pools(self._config)) > 1 else None
+
+    @property
+    def _together(self) -> bool:
+        """Whether trainer and engine share processes, and so an order of ranks and the memory of their devices."""
+        return pool_name(self._config, "actor") == pool_name(self._config, "rollout")
 
     def actor(self) -> ActorWorker:
         config = self._config
         return WorkerGroup.spawn(
-            self._main, ActorWorker, self._model, self._shape, config.actor, name="actor", kl=config.kl,
+            self._pool("actor"), ActorWorker, self._model, self._shape, config.actor, name="actor", kl=config.kl,
             temperature=config.rollout.temperature, num_tokenizer_ids=self._tokenizer.num_ids,
             total_optimizer_steps=self._steps.actor_total, seed=config.trainer.seed,
-            beside=rollout_sizes(config.rollout),
+            beside=rollout_sizes(config.rollout) if self._together else None,
         )  # fmt: skip
 
     def critic(self) -> CriticWorker | None:
@@ -75,11 +84,9 @@ class Roles:
         config = self._config
         if not config.algorithm.needs_critic:
             return None
-        split = config.placement == "split"
-        pool = self._pool("critic", pool_devices(config, "critic")) if split else self._main
         path, shape = self._model_of(config.critic.path)
         return WorkerGroup.spawn(
-            pool, CriticWorker, path, shape, config.critic, name="critic",
+            self._pool("critic"), CriticWorker, path, shape, config.critic, name="critic",
             total_optimizer_steps=self._steps.critic_total, seed=config.trainer.seed,
         )  # fmt: skip
 
@@ -90,17 +97,17 @@ class Roles:
             return None
         path, shape = self._model_of(config.reference.path)
         return WorkerGroup.spawn(
-            self._main, ReferenceWorker, path, shape, config.reference, name="reference",
+            self._pool("reference"), ReferenceWorker, path, shape, config.reference, name="reference",
             temperature=config.rollout.temperature, num_tokenizer_ids=self._tokenizer.num_ids, seed=config.trainer.seed,
         )  # fmt: skip
 
     def rollout(self) -> RolloutWorker:
         config = self._config
         return WorkerGroup.spawn(
-            self._main, RolloutWorker, self._model, self._shape, config.rollout, name="rollout",
+            self._pool("rollout"), RolloutWorker, self._model, self._shape, config.rollout, name="rollout",
             num_tokenizer_ids=self._tokenizer.num_ids, stop_token_ids=self._tokenizer.stop_token_ids,
             max_prompt_tokens=config.data.max_prompt_tokens, seed=config.trainer.seed,
-            beside=train_sizes(config.actor.layout),
+            beside=train_sizes(config.actor.layout) if self._together else None,
         )  # fmt: skip
 
     def _model_of(self, path: str) -> tuple[str, ModelShape]:

@@ -19,7 +19,7 @@ from flowrl.config.compose import to_tree, to_yaml
 from flowrl.config.model_shape import ModelShape, read_model_shape
 from flowrl.config.paths import user_path
 from flowrl.config.schema import ActorConfig, AdaptiveKL, Config, CriticConfig
-from flowrl.config.units import critic_warmup_steps
+from flowrl.config.units import all_devices, critic_warmup_steps
 from flowrl.console import StepConsole
 from flowrl.data.prompts import load_prompts
 from flowrl.data.seeds import expand
@@ -85,7 +85,7 @@ class Run:
         )  # fmt: skip
         self.console.message(self.cluster.banner)
         self.console.message(
-            f"starting {config.cluster.devices} processes on {config.cluster.device}: imports take most of the time"
+            f"starting {all_devices(config)} processes on {config.cluster.device}: imports take most of the time"
         )
         self.clock = PhaseClock(self.cluster)
         self._roles = Roles(config, self.cluster, model, shape, self.tokenizer, stack)

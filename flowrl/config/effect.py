@@ -35,6 +35,11 @@ def _idle(config: Config) -> Iterator[tuple[str, str]]:
             f"split places a critic apart and {type(config.algorithm).__name__} has none; choose colocate",
         )
         yield "cluster.critic_devices", f"{type(config.algorithm).__name__} has no critic; remove it"
+    if config.placement != "standalone_rollout":
+        yield (
+            "cluster.rollout_devices",
+            f"placement={config.placement} generates on the main pool; remove it or choose placement=standalone_rollout",
+        )
     for role, section in (("actor", config.actor), ("critic", config.critic)):
         if section.optim.schedule == "constant":
             yield (

@@ -18,23 +18,21 @@ from flowrl.config.model_shape import ModelShape
 from flowrl.config.resolve import Shapes
 from flowrl.config.schema import Config, RolloutConfig, TrainLayout
 from flowrl.config.tree import show
-from flowrl.config.units import pool_devices
+from flowrl.config.units import pool_of
 
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
 def layout_problems(config: Config, shapes: Shapes) -> Iterator[str]:
     """One problem per broken relation; trainer and rollout are told apart by their keys."""
-    main = Pool("cluster.devices", config.cluster.devices)
-    roles: list[tuple[str, TrainLayout, ModelShape, Pool]] = [("actor", config.actor.layout, shapes.policy, main)]
+    roles: list[tuple[str, TrainLayout, ModelShape]] = [("actor", config.actor.layout, shapes.policy)]
     if config.algorithm.needs_critic:
-        key = "cluster.critic_devices" if config.placement == "split" else "cluster.devices"
-        roles.append(("critic", config.critic.layout, shapes.critic, Pool(key, pool_devices(config, "critic"))))
+        roles.append(("critic", config.critic.layout, shapes.critic))
     if config.kl.needs_reference:
-        roles.append(("reference", config.reference.layout, shapes.reference, main))
-    for role, layout, shape, pool in roles:
-        yield from _trainer(role, layout, shape, pool)
-    yield from _rollout(config.rollout, shapes.policy, main, config.cluster.device)
+        roles.append(("reference", config.reference.layout, shapes.reference))
+    for role, layout, shape in roles:
+        yield from _trainer(role, layout, shape, pool_of(config, role))
+    yield from _rollout(config.rollout, shapes.policy, pool_of(config, "rollout"), config.cluster.device)
 
 
 def _trainer(role: str, layout: TrainLayout, shape: ModelShape, pool: Pool) -> Iterator[str]:

@@ -9,7 +9,7 @@ from flowrl.config.layout import stage_chunks
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.resolve import BYTES, Shapes
 from flowrl.config.schema import ActorConfig, Config, CriticConfig, EngineConfig, ReferenceConfig, TrainLayout
-from flowrl.config.units import pool_devices
+from flowrl.config.units import pool_of
 
 LOGIT_CHUNK_ELEMENTS = 1 << 26
 """Logits that exist at once, in float32: the trainer computes log-probs in chunks."""
@@ -63,7 +63,7 @@ def memory(config: Config, shapes: Shapes) -> list[Memory]:
 def _trained(role: str, section: ActorConfig | CriticConfig, shape: ModelShape, config: Config) -> Memory:
     layout = section.layout
     count = rank_parameters(shape, layout.tp, trained_layers(shape, layout), layout.ep * layout.etp)
-    replicas = max(1, pool_devices(config, role) // (layout.tp * layout.pp * layout.cp))
+    replicas = max(1, pool_of(config, role).devices // (layout.tp * layout.pp * layout.cp))
     # Two moments in float32, and a float32 copy of weights that are not float32 themselves.
     optimizer = count * (8 if section.dtype == "float32" else 12)
     parts = {

@@ -10,7 +10,16 @@ from flowrl.config.machine import Machine
 from flowrl.config.memory import PROCESS_BYTES, Memory, memory
 from flowrl.config.resolve import Shapes
 from flowrl.config.schema import ActorConfig, Config, CriticConfig, TrainLayout
-from flowrl.config.units import OptimizerSteps, critic_warmup_steps, microbatch_unit, optimizer_steps, pool_devices
+from flowrl.config.units import (
+    OptimizerSteps,
+    all_devices,
+    critic_warmup_steps,
+    microbatch_unit,
+    optimizer_steps,
+    pool_name,
+    pool_of,
+    pools,
+)
 
 
 @dataclass(frozen=True)
@@ -43,11 +52,21 @@ class UpdatePlan:
 
 
 @dataclass(frozen=True)
+class PoolPlan:
+    """Processes that roles share. `bytes_per_rank`: what all roles of the pool hold together, every one of them awake."""
+
+    name: str
+    devices: int
+    bytes_per_rank: int
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """Everything `dry_run=true` shows, as data."""
 
     tree: str
     roles: tuple[RolePlan, ...]
+    pools: tuple[PoolPlan, ...]
     prompts_per_step: int
     rows_per_step: int
     rows_per_replica: int
@@ -67,9 +86,11 @@ def make_plan(config: Config, shapes: Shapes, machine: Machine) -> RunPlan:
     if config.algorithm.needs_critic:
         updates.append(_update("critic", config.critic, config))
     estimate = tuple(memory(config, shapes))
+    shared = tuple(_pools(config, estimate))
     return RunPlan(
         tree=to_yaml(config),
         roles=roles,
+        pools=shared,
         prompts_per_step=config.data.prompts_per_step,
         rows_per_step=rows,
         rows_per_replica=-(-rows // roles[-1].replicas),
@@ -78,7 +99,7 @@ def make_plan(config: Config, shapes: Shapes, machine: Machine) -> RunPlan:
         total_steps=config.trainer.total_steps,
         critic_warmup_steps=critic_warmup_steps(config),
         memory=estimate,
-        notes=tuple(_notes(config, estimate, updates, machine)),
+        notes=tuple(_notes(config, shared, updates, machine)),
     )
 
 
@@ -88,24 +109,30 @@ def _roles(config: Config) -> Iterator[RolePlan]:
         yield _trainer_role("critic", config.critic.layout, config.critic.path, config)
     if config.kl.needs_reference:
         yield _trainer_role("reference", config.reference.layout, config.reference.path, config)
-    layout, devices = config.rollout.layout, config.cluster.devices
+    layout, devices = config.rollout.layout, pool_of(config, "rollout").devices
     parts = layout.tp * layout.pp
     text = f"tp {layout.tp}, pp {layout.pp}" + (", expert parallel" if config.rollout.expert_parallel else "")
-    yield RolePlan("rollout", "main", range(devices), text, devices // parts, config.model.path)
+    yield RolePlan("rollout", pool_name(config, "rollout"), range(devices), text, devices // parts, config.model.path)
 
 
 def _trainer_role(role: str, layout: TrainLayout, model: str, config: Config) -> RolePlan:
-    devices = pool_devices(config, role)
-    pool = "critic" if role == "critic" and config.placement == "split" else "main"
+    devices = pool_of(config, role).devices
     sizes = (("vpp", layout.vpp), ("cp", layout.cp), ("ep", layout.ep), ("etp", layout.etp))
     extra = [f", {name} {size}" for name, size in sizes if size > 1]
     text = f"tp {layout.tp}, pp {layout.pp}" + "".join(extra)
-    return RolePlan(role, pool, range(devices), text, devices // (layout.tp * layout.pp * layout.cp), model)
+    replicas = devices // (layout.tp * layout.pp * layout.cp)
+    return RolePlan(role, pool_name(config, role), range(devices), text, replicas, model)
+
+
+def _pools(config: Config, estimate: Sequence[Memory]) -> Iterator[PoolPlan]:
+    for name, pool in pools(config).items():
+        held = sum(part.total for part in estimate if pool_name(config, part.role) == name)
+        yield PoolPlan(name, pool.devices, held)
 
 
 def _update(role: str, section: ActorConfig | CriticConfig, config: Config) -> UpdatePlan:
     layout = section.layout
-    replicas = pool_devices(config, role) // (layout.tp * layout.pp * layout.cp)
+    replicas = pool_of(config, role).devices // (layout.tp * layout.pp * layout.cp)
     rows = section.minibatch_prompts * config.rollout.samples_per_prompt
     slice_rows = -(-rows // replicas)
     row_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -123,7 +150,7 @@ def _update(role: str, section: ActorConfig | CriticConfig, config: Config) -> U
 
 
 def _notes(
-    config: Config, estimate: Sequence[Memory], updates: Sequence[UpdatePlan], machine: Machine
+    config: Config, shared: Sequence[PoolPlan], updates: Sequence[UpdatePlan], machine: Machine
 ) -> Iterator[str]:
     row = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     for update in updates:
@@ -134,15 +161,16 @@ def _notes(
             )
     if config.rollout.top_p < 1 or config.rollout.top_k > 0:
         yield "rollout.top_p or top_k cuts the sampling distribution; the trainer's log-probs are of the full one, so ratios are biased"
-    ranks = sum(pool_devices(config, m.role) * m.total for m in estimate)
-    processes = config.cluster.devices + (config.cluster.critic_devices if config.placement == "split" else 0)
-    need = ranks + processes * PROCESS_BYTES
+    need = sum(pool.devices * pool.bytes_per_rank for pool in shared) + all_devices(config) * PROCESS_BYTES
     if config.cluster.device == "cpu" and need > machine.memory_bytes:
         yield f"about {size(need)} of memory will be needed, this machine has {size(machine.memory_bytes)}"
     if config.cluster.device == "cuda" and machine.gpu_memory_bytes:
-        per_rank = sum(m.total for m in estimate if not (m.role == "critic" and config.placement == "split"))
-        if per_rank > machine.gpu_memory_bytes:
-            yield f"about {size(per_rank)} per GPU will be needed with every role awake, a GPU has {size(machine.gpu_memory_bytes)}"
+        for pool in shared:
+            if pool.bytes_per_rank > machine.gpu_memory_bytes:
+                yield (
+                    f"about {size(pool.bytes_per_rank)} per GPU of pool {pool.name} will be needed with every role awake, a GPU "
+                    f"has {size(machine.gpu_memory_bytes)}"
+                )
 
 
 def size(num_bytes: int) -> str:
@@ -200,4 +228,7 @@ def _memory(plan: RunPlan) -> list[str]:
         f"{m.role:<10} {m.phase:<10} {size(m.total):>10}   "
         + ", ".join(f"{name} {size(part)}" for name, part in m.parts.items())
         for m in plan.memory
+    ] + [
+        f"pool {pool.name:<16} {size(pool.bytes_per_rank):>10}   together, on each of {pool.devices} rank(s)"
+        for pool in plan.pools
     ]

@@ -11,6 +11,7 @@ from flowrl.config.machine import Machine
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.paths import user_path
 from flowrl.config.schema import AUTO
+from flowrl.config.units import APART
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
@@ -50,7 +51,8 @@ def resolve(values: Mapping[str, Any], shapes: Shapes, machine: Machine, timesta
 
     default("cluster.device", "cuda" if machine.gpus else "cpu")
     cpu = out["cluster.device"] == "cpu"
-    default("cluster.critic_devices", max(1, out["cluster.devices"] // 2))
+    for role in APART.values():
+        default(f"cluster.{role}_devices", max(1, out["cluster.devices"] // 2))
     quarter = machine.shared_memory_bytes // 4
     default("cluster.object_store_bytes", min(MAX_OBJECT_STORE_BYTES, max(MIN_OBJECT_STORE_BYTES, quarter)))
     _layouts(out, shapes)
@@ -62,7 +64,7 @@ def resolve(values: Mapping[str, Any], shapes: Shapes, machine: Machine, timesta
         for name in names:
             default(f"{role}.{name}", out[f"actor.{name}"])
     default("rollout.dtype", "float32" if cpu else "bfloat16")
-    replicas = max(1, out["cluster.devices"] // (out["rollout.layout.tp"] * out["rollout.layout.pp"]))
+    replicas = max(1, _pool_devices(out, "rollout") // (out["rollout.layout.tp"] * out["rollout.layout.pp"]))
     rows = out["data.prompts_per_step"] * out["rollout.samples_per_prompt"]
     default("rollout.max_batch_requests", min(512, -(-rows // replicas)))
     default("rollout.kv_cache_bytes", _kv_cache_bytes(out, shapes.policy, machine))
@@ -78,18 +80,22 @@ def _layouts(out: dict[str, Any], shapes: Shapes) -> None:
     for name in ("tp", "pp"):
         if out[f"rollout.layout.{name}"] == AUTO:
             out[f"rollout.layout.{name}"] = 1
-    devices = out["cluster.devices"]
+    devices = _pool_devices(out, "actor")
     given = _given(out, "actor")
     _store(out, "actor", _own_layout(given, shapes.policy, devices))
     actor = _given(out, "actor")
     for role, shape in (("critic", shapes.critic), ("reference", shapes.reference)):
-        pool = out["cluster.critic_devices"] if role == "critic" and out["placement"] == "split" else devices
+        pool = _pool_devices(out, role)
         given = _given(out, role)
         inherited = {**actor, **given}
         if not _fits_pipeline(inherited, shape):
             # The actor's way of cutting its own layers does not say how to cut those of another model.
             inherited |= {"vpp": given.get("vpp", 1), "first_stage_layers": given.get("first_stage_layers")}
         _store(out, role, inherited if _fits(inherited, shape, pool) else _own_layout(given, shape, pool))
+
+
+def _pool_devices(out: Mapping[str, Any], role: str) -> int:
+    return int(out[f"cluster.{role}_devices" if APART.get(out["placement"]) == role else "cluster.devices"])
 
 
 def _given(out: Mapping[str, Any], role: str) -> dict[str, Any]:
@@ -142,7 +148,7 @@ def _kv_cache_bytes(out: Mapping[str, Any], shape: ModelShape, machine: Machine)
     # One sequence more than run at once: the engine keeps a block for itself.
     need = (int(out["rollout.max_batch_requests"]) + 1) * sequence
     if out["cluster.device"] == "cpu":
-        limit = machine.memory_bytes // (4 * int(out["cluster.devices"]))
+        limit = machine.memory_bytes // (4 * _pool_devices(out, "rollout"))
     else:
         parts = out["rollout.layout.tp"] * out["rollout.layout.pp"]
         weights = shape.num_parameters * BYTES[out["rollout.dtype"]] // parts

@@ -17,7 +17,7 @@ from flowrl.config.paths import user_path
 from flowrl.config.resolve import BUILTIN_DATA, Shapes, kv_bytes_per_sequence
 from flowrl.config.schema import AUTO, Config, OptimConfig
 from flowrl.config.tree import nearest, show
-from flowrl.config.units import optimizer_steps
+from flowrl.config.units import all_devices, optimizer_steps, pool_of, pools
 
 MIN_CPUS_PER_DEVICE = 0.1
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -50,8 +50,6 @@ def _unbuilt(config: Config, facts: Facts) -> Iterator[str]:
         key = f"{role}.layout.cp"
         if facts.values[key] > 1 and (role == "actor" or key in facts.given):
             yield f"{key}={facts.values[key]}: context parallelism is not built yet; legal: 1"
-    if config.placement == "standalone_rollout":
-        yield "placement=standalone_rollout is not built yet; legal: colocate or split"
     if config.trainer.resume != "never":
         yield f"trainer.resume={config.trainer.resume}: there are no checkpoints to resume from yet; legal: never"
 
@@ -60,10 +58,10 @@ def _machine(config: Config, facts: Facts) -> Iterator[str]:
     if facts.joins:
         return
     cluster, machine = config.cluster, facts.machine
-    devices, text = cluster.devices, f"cluster.devices={cluster.devices}"
-    if config.placement == "split":
-        devices += cluster.critic_devices
-        text += f" and cluster.critic_devices={cluster.critic_devices} (together {devices})"
+    devices = all_devices(config)
+    text = " and ".join(f"{pool.key}={pool.devices}" for pool in pools(config).values())
+    if devices > cluster.devices:
+        text += f" (together {devices})"
     if cluster.device == "cuda" and devices > machine.gpus:
         remedy = "cluster.device=cpu, a Ray cluster (cluster.address)" + (
             f", or at most {machine.gpus} devices" if machine.gpus else ""
@@ -169,10 +167,11 @@ def _context(config: Config, facts: Facts) -> Iterator[str]:
             f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes} does not hold one sequence of {prompt + response} tokens, which "
             f"takes {sequence} bytes (and as much again as reserve); give at least {2 * sequence}, or auto"
         )
-    share = facts.machine.memory_bytes // config.cluster.devices
+    pool = pool_of(config, "rollout")
+    share = facts.machine.memory_bytes // pool.devices
     if config.cluster.device == "cpu" and not facts.joins and config.rollout.kv_cache_bytes > share:
         yield (
-            f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes} on each of cluster.devices={config.cluster.devices} exceeds "
+            f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes} on each of {pool.key}={pool.devices} exceeds "
             f"the memory of this machine, {facts.machine.memory_bytes} bytes; give less than {share}, or auto"
         )
 

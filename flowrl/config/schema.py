@@ -50,6 +50,11 @@ class ClusterConfig:
         "devices of the critic's own pool under `placement=split`; auto: half of `cluster.devices`, at least 1",
         minimum=1,
     )
+    rollout_devices: int = knob(
+        AUTO,
+        "devices of the rollout's own pool under `placement=standalone_rollout`; auto: half of `cluster.devices`, at least 1",
+        minimum=1,
+    )
     address: str | None = knob(
         None, "Ray cluster to join (`host:port` or `auto`); null: RAY_ADDRESS if set, else a new local cluster"
     )
@@ -319,7 +324,7 @@ class Config:
     cluster: ClusterConfig = section(ClusterConfig, "devices and Ray")
     placement: Placement = knob(
         "colocate",
-        "`colocate`: all roles on one pool; `split`: the critic on its own; `standalone_rollout` is not built yet: refused",
+        "`colocate`: all roles on one pool; `split`: the critic on its own; `standalone_rollout`: generation on its own, never asleep",
     )
     data: DataConfig = section(DataConfig, "prompts")
     reward: RewardConfig = section(RewardConfig, "scores")

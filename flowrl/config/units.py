@@ -1,10 +1,14 @@
-"""How prompts become rows, mini-batches and optimizer steps: the arithmetic that runs and plan share."""
+"""How prompts become rows, mini-batches and optimizer steps, and roles lie on pools: what runs and plan share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowrl.config.layout import Pool
 from flowrl.config.schema import Config, TrainLayout
+
+APART = {"split": "critic", "standalone_rollout": "rollout"}
+"""By placement, the role that has a pool of its own, which is called as the role."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,32 @@ def critic_warmup_steps(config: Config) -> int:
     return config.critic.warmup_steps if config.algorithm.needs_critic else 0
 
 
-def pool_devices(config: Config, role: str) -> int:
-    """Devices of the pool that a role runs on."""
-    return config.cluster.critic_devices if role == "critic" and config.placement == "split" else config.cluster.devices
-
-
 def microbatch_unit(layout: TrainLayout) -> int:
     """What the number of a replica's micro-batches is a multiple of: an interleaved schedule takes them in groups of as
     many as there are pipeline stages."""
     return layout.pp if layout.vpp > 1 else 1
+
+
+def pools(config: Config) -> dict[str, Pool]:
+    """Every pool of the run by name, `main` first."""
+    found = {"main": Pool("cluster.devices", config.cluster.devices)}
+    if config.placement == "split":
+        found["critic"] = Pool("cluster.critic_devices", config.cluster.critic_devices)
+    if config.placement == "standalone_rollout":
+        found["rollout"] = Pool("cluster.rollout_devices", config.cluster.rollout_devices)
+    return found
+
+
+def pool_name(config: Config, role: str) -> str:
+    """The pool that a role runs on."""
+    return role if APART.get(config.placement) == role else "main"
+
+
+def pool_of(config: Config, role: str) -> Pool:
+    """Devices of the pool that a role runs on, and the key that sets their number."""
+    return pools(config)[pool_name(config, role)]
+
+
+def all_devices(config: Config) -> int:
+    """Devices of all pools."""
+    return sum(pool.devices for pool in pools(config).values())

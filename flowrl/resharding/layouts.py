@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import RolloutConfig, TrainLayout
 from flowrl.resharding.plan import choose_order
-from flowrl.resharding.ranks import ParallelSizes, RankPlace, TrainPlace, check_world, numbering
+from flowrl.resharding.ranks import ParallelSizes, RankPlace, TrainPlace, check_world, disaggregated, numbering
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,13 @@ class Layouts:
         pairs = zip(trainers, engines, strict=True)
         places = tuple(RankPlace(here.rank, here.train, there.rollout) for here, there in pairs)
         return cls(train, rollout, places)
+
+    @classmethod
+    def apart(
+        cls, train: ParallelSizes, trainers: Sequence[RankPlace], rollout: ParallelSizes, engines: Sequence[RankPlace]
+    ) -> Layouts:
+        """Of trainers, and of engines on other ranks, which are numbered after those of the trainers."""
+        return cls(train, rollout, tuple(disaggregated(trainers, engines)))
 
 
 def train_sizes(layout: TrainLayout) -> ParallelSizes:

@@ -271,15 +271,11 @@ def numbering(world: int, train: ParallelSizes, rollout: ParallelSizes, order: O
     ]
 
 
-def disaggregated(
-    train_world: int, rollout_world: int, train: ParallelSizes, rollout: ParallelSizes
-) -> list[RankPlace]:
-    """Training on ranks [0, train_world), generation on the `rollout_world` ranks after them. Errors: `check_world`."""
-    rollout_only = ParallelSizes(tp=rollout.tp, pp=rollout.pp, ep=rollout.ep)
-    trainers = numbering(train_world, train, ParallelSizes())
-    engines = numbering(rollout_world, ParallelSizes(), rollout_only)
+def disaggregated(trainers: Sequence[RankPlace], engines: Sequence[RankPlace]) -> list[RankPlace]:
+    """Training on the first ranks and generation on as many others after them; each side keeps its order."""
+    first = len(trainers)
     return [RankPlace(place.rank, place.train, None) for place in trainers] + [
-        RankPlace(train_world + place.rank, None, place.rollout) for place in engines
+        RankPlace(first + place.rank, None, place.rollout) for place in engines
     ]
 
 

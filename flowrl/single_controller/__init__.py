@@ -5,11 +5,13 @@ from flowrl.single_controller.cluster import Cluster
 from flowrl.single_controller.dispatch import MeshPosition, broadcast, rank_zero, split_over
 from flowrl.single_controller.failures import WorkerError
 from flowrl.single_controller.group import WorkerGroup
+from flowrl.single_controller.link import Link
 from flowrl.single_controller.pool import ResourcePool
 from flowrl.single_controller.worker import Place, Worker, construct, register
 
 __all__ = [
     "Cluster",
+    "Link",
     "MeshPosition",
     "Place",
     "ResourcePool",

@@ -104,6 +104,11 @@ class Calls:
             self._step(_POLL_SECONDS)
         return call.answers
 
+    def wait_idle(self, *pools: ResourcePool) -> None:
+        """Until these pools have nothing outstanding."""
+        for call in [each for each in self._outstanding if each.pool in pools]:
+            self.wait(call)
+
     def wait_all(self) -> None:
         """Until nothing is outstanding."""
         for call in list(self._outstanding):
@@ -164,12 +169,16 @@ class Calls:
     def _raised(self, pool: ResourcePool, rank: int, call: Call, error: RayError) -> None:
         # When a peer dies, the survivors' collectives raise before the death is known here. Name the dead one.
         deadline = time.monotonic() + _DEATH_GRACE_SECONDS
-        watched = {other: ref for other, ref in pool.watch_refs().items() if other != rank}
+        watched = {
+            ref: (each, other)
+            for each in {pool, *(other.pool for other in self._outstanding)}
+            for other, ref in each.watch_refs().items()
+            if (each, other) != (pool, rank)
+        }
         while watched and time.monotonic() < deadline:
-            ready, _ = ray.wait(list(watched.values()), num_returns=1, timeout=0.1, fetch_local=False)
-            for other, ref in watched.items():
-                if ref in ready:
-                    self._take(ref, pool, other, None)
+            ready, _ = ray.wait(list(watched), num_returns=1, timeout=0.1, fetch_local=False)
+            for ref in ready:
+                self._take(ref, *watched[ref], None)
         text = _readable(str(error))
         cause = next((line for line in reversed(text.strip().splitlines()) if line.strip()), "unknown error")
         self._fail(pool, rank, call, cause.strip(), text)

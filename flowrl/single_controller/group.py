@@ -17,6 +17,7 @@ from flowrl.single_controller.dispatch import (
     gather_order,
     neighbouring_rows,
 )
+from flowrl.single_controller.link import LinkArgument
 from flowrl.single_controller.pool import ResourcePool
 from flowrl.single_controller.process import Answer, Command, RoleArgument
 from flowrl.single_controller.worker import Registered, Worker, registered
@@ -36,6 +37,7 @@ class WorkerGroup:
             raise ValueError(f"{worker!r} is not a subclass of Worker")
         self._pool, self._worker, self._name = pool, worker, name
         self._meshes: dict[str, Mesh] = {}
+        self._links: dict[WorkerGroup, tuple[LinkArgument, LinkArgument]] = {}
         self._closed = False
         payload = ray.put(self._sent(arguments))
         self._construction = pool.cluster.calls.submit(
@@ -105,9 +107,21 @@ class WorkerGroup:
         if argument._pool is not self._pool:
             raise ValueError(
                 f"role {argument._name!r} lives on pool {argument._pool.name!r}, so it cannot be handed to a role of "
-                f"pool {self._pool.name!r} as an object"
+                f"pool {self._pool.name!r} as an object; methods that were registered with a partner work across pools"
             )
         return RoleArgument(self._pool.key, argument._name)
+
+    def _link(self, other: WorkerGroup) -> tuple[LinkArgument, LinkArgument]:
+        """Of the other role and this one, made at their first paired call: what the other's pool and this one's get."""
+        if other not in self._links:
+            pools = ((other._pool.name, other._pool.devices), (self._pool.name, self._pool.devices))
+            roles = ((other._pool.name, other._name), (self._pool.name, self._name))
+            host, port = other._pool.host_link(self._pool)
+            self._links[other] = (
+                LinkArgument(roles, host, port, pools, 0),
+                LinkArgument(roles, host, port, pools, other._pool.devices),
+            )
+        return self._links[other]
 
     def _send(self, method: str, command: Command, payloads: Mapping[int, Any], answering: Sequence[int]) -> Call:
         """Start a method on the ranks that have a payload."""
@@ -137,6 +151,8 @@ class _Method:
             return self._split(dispatch, args, kwargs)
         ranks = range(self._group._pool.devices) if isinstance(dispatch, Broadcast) else [0]
         every = dispatch == Broadcast("all")
+        if self._mark.partner is not None:
+            args, kwargs = self._start_partner(self._mark.partner, args, kwargs)
         payload = self._group._sent((args, kwargs))
         sent = ray.put(payload) if len(ranks) > 1 else payload
         call = self._group._send(
@@ -149,6 +165,28 @@ class _Method:
             return DataProto.pending(lambda: cast(DataProto, calls.wait(call)[0].value))
         answers = calls.wait(call)
         return [answers[rank].value for rank in ranks] if every else answers[0].value
+
+    def _start_partner(
+        self, partner: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Where an argument is a role of another pool, start its half of the paired call and put the link in its place."""
+        here = self._group
+        others = [a for a in (*args, *kwargs.values()) if isinstance(a, WorkerGroup) and a._pool is not here._pool]
+        if len(others) != 1:
+            return args, kwargs
+        other = others[0]
+        mark = registered(other._worker, partner)
+        if mark.result != "nothing" or not isinstance(mark.dispatch, Broadcast):
+            raise ValueError(f"{other._worker.__name__}.{partner} must be broadcast and -> None to be a partner")
+        # Neither half waits inside a collective for calls that the other pool has to finish first.
+        here._pool.cluster.calls.wait_idle(here._pool, other._pool)
+        theirs, ours = here._link(other)
+        _Method(other, partner, mark)(theirs)
+
+        def put(argument: Any) -> Any:
+            return ours if argument is other else argument
+
+        return tuple(put(a) for a in args), {name: put(a) for name, a in kwargs.items()}
 
     def _command(self, same_rows: bool) -> Command:
         return Command(self._group._name, self._name, self._mark.result, True, same_rows)

@@ -104,12 +104,22 @@ class ResourcePool:
     def _rendezvous(self) -> None:
         for rank, answer in self._on_all("start").items():
             self._infos[rank] = ProcessInfo(rank, *answer.value)
-        call = self.cluster.calls.submit(
-            self, "process", "open_store", lambda: {0: self._processes[0].open_store.remote()}
-        )
-        port = self.cluster.calls.wait(call)[0].value
-        one_node = len({info.node for info in self._infos}) == 1
-        self._on_all("join", "127.0.0.1" if one_node else self._infos[0].node, port)
+        self._on_all("join", self._address_for(self), self._on_first("open_store"))
+
+    def _address_for(self, *pools: ResourcePool) -> str:
+        """Where processes of these pools reach this pool's rank 0."""
+        one_node = len({info.node for pool in (self, *pools) for info in pool._infos}) == 1
+        return "127.0.0.1" if one_node else self._infos[0].node
+
+    def host_link(self, other: ResourcePool) -> tuple[str, int]:
+        """Open a store on rank 0 for the processes of both pools; host and port at which they reach it."""
+        return self._address_for(other), self._on_first("host_link", self.devices + other.devices)
+
+    def _on_first(self, method: str, *args: Any) -> Any:
+        process = self._processes[0]
+        calls = self.cluster.calls
+        call = calls.submit(self, "process", method, lambda: {0: getattr(process, method).remote(*args)})
+        return calls.wait(call)[0].value
 
     def _on_all(self, method: str, *args: Any) -> dict[int, Answer]:
         refs = {r: getattr(p, method).remote(*args) for r, p in enumerate(self._processes)}

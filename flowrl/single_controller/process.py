@@ -18,8 +18,8 @@ from typing import Any, TextIO
 import ray
 
 from flowrl.single_controller.failures import log_header
+from flowrl.single_controller.link import LinkArgument, Links, connect_store, open_store
 
-_CONNECT_SECONDS = 60
 _on_thread = threading.local()
 
 
@@ -77,6 +77,7 @@ class Process:
         self._closing = threading.Event()
         self._spec = spec
         self._roles: dict[str, Any] = {}
+        self._links = Links()
         self._store: Any = None
         self._device = spec.device
 
@@ -103,13 +104,9 @@ class Process:
         return Answer(facts, start, time.time())
 
     def open_store(self) -> Answer:
-        """Rank 0: bind a store to a port that the system picks and return it, so no one can take it in between."""
-        import torch.distributed as dist
-
+        """Rank 0: open the pool's store; the answer is its port."""
         start = time.time()
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            "0.0.0.0", 0, self._spec.world_size, True, self._timeout(_CONNECT_SECONDS), wait_for_workers=False
-        )
+        self._store = open_store(self._spec.world_size)
         return Answer(int(self._store.port), start, time.time())
 
     def join(self, host: str, port: int) -> Answer:
@@ -119,10 +116,8 @@ class Process:
 
         start, spec = time.time(), self._spec
         if self._store is None:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, port, spec.world_size, False, self._timeout(_CONNECT_SECONDS)
-            )
-        timeout = self._timeout(spec.collective_timeout_seconds)
+            self._store = connect_store(host, port)
+        timeout = datetime.timedelta(seconds=spec.collective_timeout_seconds)
         self._store.set_timeout(timeout)
         device = torch.device(self._device)
         dist.init_process_group(
@@ -134,6 +129,11 @@ class Process:
             device_id=device if device.type == "cuda" else None,
         )
         return Answer(None, start, time.time())
+
+    def host_link(self, num_processes: int) -> Answer:
+        """Open a store for the processes of two pools; the answer is its port."""
+        start = time.time()
+        return Answer(self._links.host(num_processes), start, time.time())
 
     def construct(self, role: str, worker: type[Any], arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Answer:
         """Make a role; the answer is its position in every mesh."""
@@ -152,7 +152,7 @@ class Process:
             run_name=spec.run_name,
             log_dir=Path(spec.log_dir) if spec.log_dir else None,
         )
-        args, kwargs = self._roles_in(arguments)
+        args, kwargs = self._received(arguments)
         start = time.time()
         self._roles[role] = construct(worker, place, *args, **kwargs)
         return Answer(self._roles[role].meshes(), start, time.time())
@@ -160,7 +160,7 @@ class Process:
     def call(self, command: Command, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Answer:
         """Run one method of one role."""
         self._check_thread()
-        args, kwargs = self._roles_in(arguments)
+        args, kwargs = self._received(arguments)
         role = self._roles[command.role]
         method = getattr(role, command.method)
         start = time.time()
@@ -174,6 +174,7 @@ class Process:
         self._check_thread()
         start = time.time()
         self._roles.pop(role).close()
+        self._links.drop(self._spec.pool_name, role)
         gc.collect()
         return Answer(None, start, time.time())
 
@@ -199,15 +200,14 @@ class Process:
         # Both: Python's thread-local values vanish when Ray makes the interpreter's state anew for every call.
         assert threading.get_ident() == self._thread and _on_thread.marked, "a call left the process's one thread"
 
-    def _roles_in(self, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
+    def _received(self, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
         args, kwargs = arguments
-        return [self._role(a) for a in args], {name: self._role(a) for name, a in kwargs.items()}
+        return [self._one(a) for a in args], {name: self._one(a) for name, a in kwargs.items()}
 
-    def _role(self, argument: Any) -> Any:
+    def _one(self, argument: Any) -> Any:
+        if isinstance(argument, LinkArgument):
+            return self._links.find(argument, self._spec.rank, self._spec.collective_timeout_seconds)
         return self._roles[argument.role] if isinstance(argument, RoleArgument) else argument
-
-    def _timeout(self, seconds: float) -> datetime.timedelta:
-        return datetime.timedelta(seconds=seconds)
 
 
 def device_index(assigned: str, visible: str | None) -> int:

@@ -91,16 +91,20 @@ class Registered:
 
     dispatch: Dispatch
     result: Result
+    partner: str | None
 
 
 _MARK = "__flowrl_registered__"
 
 
-def register(*, dispatch: Dispatch) -> Callable[[F], F]:
+def register(*, dispatch: Dispatch, partner: str | None = None) -> Callable[[F], F]:
     """Make a method callable from drivers and say how: ``broadcast``, ``split_over("mesh")`` or ``rank_zero``.
 
     The return annotation decides how a driver sees the call: ``-> DataProto`` is a pending batch, ``-> None`` runs on
     its own and its errors surface at the next read, anything else is waited for and returned.
+
+    partner: makes a paired call of one whose argument is a role of another pool. Once both pools are idle the method
+    runs there and `partner` of that role, ``-> None``, at the same time; each gets a ``Link`` in the place of the other.
 
     Errors: ValueError for a method without return annotation, or one that cannot be dispatched that way.
     """
@@ -112,7 +116,9 @@ def register(*, dispatch: Dispatch) -> Callable[[F], F]:
             raise ValueError(f"{name} is split over {dispatch.mesh!r}, so it must be annotated -> DataProto or -> None")
         if dispatch == Broadcast("all") and result == "batch":
             raise ValueError(f"{name} returns a DataProto, which broadcast(answers='all') cannot join; use split_over")
-        method.__dict__[_MARK] = Registered(dispatch, result)
+        if partner is not None and not isinstance(dispatch, Broadcast):
+            raise ValueError(f"{name} has a partner, so all ranks of both pools take part: use broadcast")
+        method.__dict__[_MARK] = Registered(dispatch, result, partner)
         return method
 
     return mark

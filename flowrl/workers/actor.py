@@ -13,11 +13,15 @@ from flowrl.protocol import DataProto, Metric, Ragged
 from flowrl.resharding.families import HFTensor
 from flowrl.resharding.layouts import common_places, train_sizes
 from flowrl.resharding.ranks import ParallelSizes, RankPlace
+from flowrl.resharding.transfer import Transfer
+from flowrl.single_controller import Link
 from flowrl.single_controller.dispatch import MeshPosition, broadcast, split_over
 from flowrl.single_controller.worker import Worker, register
 from flowrl.workers.engine import Engine
 from flowrl.workers.export import export_folder
 from flowrl.workers.heads import PolicyHead
+from flowrl.workers.model import DTYPES
+from flowrl.workers.moves import Side, carry_out, transfer_from_trainer
 from flowrl.workers.reporting import step_metrics, token_metrics
 from flowrl.workers.weights import HeldRegion
 
@@ -62,6 +66,7 @@ class ActorWorker(Worker):
         Errors: `ValueError` where layout, world and model do not fit, or the folder does not fit the shape.
         """
         self._config = config
+        self._shape = shape
         self._loss = default_loss(config, kl)
         self._sizes = train_sizes(config.layout)
         places = None if beside is None else common_places(shape, self.world_size, self._sizes, beside)
@@ -77,6 +82,8 @@ class ActorWorker(Worker):
             total_steps=total_optimizer_steps,
             places=places,
         )
+        self._transfer: Transfer | None = None
+        self._engines: Link | None = None
 
     def meshes(self) -> dict[str, MeshPosition]:
         return {**super().meshes(), "train": self._engine.position}
@@ -128,6 +135,25 @@ class ActorWorker(Worker):
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder: complete or absent."""
         export_folder(self._engine, folder, BUCKET_BYTES)
+
+    @register(dispatch=broadcast)
+    def send_weights(self, engines: Link) -> None:
+        """The trainer's half of a move to engines on another pool; `RolloutWorker.receive_weights` starts it there.
+
+        Errors: those of the other half, on both pools.
+        """
+        held = self.held_regions()
+        if self._transfer is None or self._engines is not engines:
+            self.close()
+            tensors = tuple((tensor.name, tensor.shape) for tensor in self.hf_tensors())
+            side = Side(self._sizes, self.places(), tensors, DTYPES[self._config.dtype])
+            self._transfer = transfer_from_trainer(engines, side, self._shape, held, self.device)
+            self._engines = engines
+        carry_out(self._transfer, held, prove=False)
+
+    def close(self) -> None:
+        if self._transfer is not None:
+            self._transfer.world.close()
 
     def sizes(self) -> ParallelSizes:
         return self._sizes

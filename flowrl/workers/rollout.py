@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from flowrl.config.machine import find_machine
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import RolloutConfig
 from flowrl.protocol import DataProto, Metric, Ragged
-from flowrl.resharding.clock import Clock
 from flowrl.resharding.families import HFTensor, hf_tensors
 from flowrl.resharding.layouts import Layouts, common_places, rollout_places, rollout_sizes
 from flowrl.resharding.ranks import ParallelSizes, RankPlace
-from flowrl.resharding.recorder import check_names, record
-from flowrl.resharding.transfer import Held, MoveReport, Transfer
-from flowrl.single_controller import MeshPosition, Worker, broadcast, rank_zero, register, split_over
+from flowrl.resharding.recorder import record
+from flowrl.resharding.transfer import Held, Transfer
+from flowrl.single_controller import Link, MeshPosition, Worker, broadcast, rank_zero, register, split_over
 from flowrl.workers import vllm_private
 from flowrl.workers.engine_memory import EngineMemory
 from flowrl.workers.generation import (
@@ -32,6 +29,7 @@ from flowrl.workers.generation import (
     kv_cache,
     resolve_sampling,
 )
+from flowrl.workers.moves import Side, carry_out, check_tensors, transfer_to_engine
 
 log = logging.getLogger("flowrl.rollout")
 
@@ -52,8 +50,8 @@ class WeightSource(Protocol):
 class RolloutWorker(Worker):
     """Generates responses; `config.layout.tp * pp` ranks are one engine, and engines are replicas.
 
-    Engines are consecutive ranks, unless a trainer of sizes `beside` is on the same ranks: then both share an order in
-    which the fewest bytes move.
+    Engines are consecutive ranks and never sleep, unless a trainer of sizes `beside` is on the same ranks: then both
+    share an order in which the fewest bytes move, and the devices' memory by turns.
     The engine starts with the weights of `model_path`, which have version 0; each `receive_weights` adds 1.
     `num_tokenizer_ids`: ids at or over it are never sampled. `stop_token_ids`: end a response, beside
     `config.stop_token_ids`. `seed`: for what vLLM draws outside of requests; every request has its own seed.
@@ -80,6 +78,7 @@ class RolloutWorker(Worker):
         self._sampling = resolve_sampling(config, stop_token_ids, num_tokenizer_ids)
         check_layout(shape, config.layout, expert_parallel=config.expert_parallel)
         self._sizes = rollout_sizes(config)
+        self._shares_devices = beside is not None
         self._places = rollout_places(self.world_size, self._sizes)
         if beside is not None:
             self._places = common_places(shape, self.world_size, beside, self._sizes)
@@ -93,7 +92,7 @@ class RolloutWorker(Worker):
         self._tensors = hf_tensors(shape)
         self._recording = record(self._engine.load_weights, self._parameters, self._tensors)
         self._transfer: Transfer | None = None
-        self._source: WeightSource | None = None
+        self._source: WeightSource | Link | None = None
         self._weights_version = 0
         if self.rank == 0:
             self._say_sampling()
@@ -192,9 +191,14 @@ class RolloutWorker(Worker):
         """The resolved distribution of responses; `truncates` says whether tokens are cut off."""
         return self._sampling
 
-    @register(dispatch=broadcast)
-    def receive_weights(self, actor: WeightSource) -> DataProto:
+    @register(dispatch=broadcast, partner="send_weights")
+    def receive_weights(self, actor: WeightSource | Link) -> DataProto:
         """Take the actor's weights in place; no rows, metrics of the move (maxima over ranks).
+
+        An actor on another pool sends them meanwhile (`ActorWorker.send_weights`): the driver starts both halves once
+        both pools are idle, and each gets the link of the pools. Nothing overlaps with such a move, for the next
+        responses need the new weights and the trainer's next update needs these responses; grading and the critic of a
+        pool of its own go on.
 
         Every `config.fingerprint_every`-th move is proven by checksums of what trainer and engine hold.
 
@@ -203,57 +207,41 @@ class RolloutWorker(Worker):
         """
         self._memory.check_receive()
         transfer = self._transfer_from(actor)
-        clock = Clock(self.device)
-        held = actor.held_regions()
-        clock.lap("pause")
-        report = transfer.move(held)
-        clock.lap("move")
+        held = [] if isinstance(actor, Link) else actor.held_regions()
+        every = self._config.fingerprint_every
+        result = carry_out(transfer, held, prove=every > 0 and (self._weights_version + 1) % every == 0)
         self._engine.reset_prefix_cache()
         self._memory.received()
-        clock.lap("resume")
-        around = clock.read()
-        seconds = {f"reshard/{part}_seconds": around[part] for part in ("pause", "resume")}
         self._weights_version += 1
-        every = self._config.fingerprint_every
-        if every and self._weights_version % every == 0:
-            start = time.perf_counter()
-            extra = transfer.verify(held)
-            seconds["reshard/fingerprint_seconds"] = time.perf_counter() - start
-            return self._moved(report, extra, seconds, proven=True)
-        return self._moved(report, 0, seconds, proven=False)
+        return result
 
-    def _transfer_from(self, actor: WeightSource) -> Transfer:
+    def _transfer_from(self, actor: WeightSource | Link) -> Transfer:
         """The plan for this actor, made at its first move."""
-        if self._transfer is None or self._source is not actor:
-            tensors = actor.hf_tensors()
-            expected = {tensor.name: tensor.shape for tensor in self._tensors}
-            check_names(expected, [(tensor.name, tensor.shape) for tensor in tensors])
+        if self._transfer is not None and self._source is actor:
+            return self._transfer
+        self._leave()
+        tensors = tuple((tensor.name, tensor.shape) for tensor in self._tensors)
+        if isinstance(actor, Link):
+            side = Side(self._sizes, tuple(self._places), tensors, self._recording.dtype)
+            recording, parameters = self._recording, self._parameters
+            self._transfer = transfer_to_engine(actor, side, self._shape, recording, parameters, self.device)
+        else:
+            check_tensors(tensors, tuple((tensor.name, tensor.shape) for tensor in actor.hf_tensors()))
             layouts = Layouts.join(actor.sizes(), actor.places(), self._sizes, self._places)
             self._transfer = Transfer(self._recording, self._parameters, self._shape, layouts, actor.held_regions())
-            self._source = actor
+        self._source = actor
         return self._transfer
 
-    def _moved(self, report: MoveReport, extra_bytes: int, seconds: dict[str, float], *, proven: bool) -> DataProto:
-        figures = {
-            "reshard/received_bytes_max": float(report.received_bytes),
-            "reshard/bound_bytes_max": float(report.bound_bytes),
-            "reshard/peak_extra_bytes_max": float(max(report.peak_extra_bytes, extra_bytes)),
-            "reshard/num_collectives_max": float(report.num_collectives),
-            "reshard/packed_bytes_max": float(report.packed_bytes),
-            "reshard/move_seconds": report.seconds,
-        } | seconds
-        figures |= {f"reshard/{stage}_seconds": spent for stage, spent in report.stage_seconds.items()}
-        largest = torch.tensor(list(figures.values()), dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        metrics = {name: Metric.max(value) for name, value in zip(figures, largest.tolist(), strict=True)}
-        if proven:
-            metrics["reshard/fingerprint_ok"] = Metric.min(1.0)
-        return DataProto(metrics=metrics)
+    def _leave(self) -> None:
+        """Leave the ranks that the last move was made with."""
+        if self._transfer is not None:
+            self._transfer.world.close()
 
     @register(dispatch=broadcast)
     def sleep(self) -> None:
-        """Give the memory of weights and cache back until `wake`; the weights are lost. On CPU the memory stays taken."""
-        if self._memory.sleep():
+        """Give the memory of weights and cache back until `wake`; the weights are lost. Nothing to do on CPU, or where
+        no trainer wants the memory."""
+        if self._shares_devices and self._memory.sleep():
             self._engine.sleep()
 
     @register(dispatch=broadcast)
@@ -263,6 +251,7 @@ class RolloutWorker(Worker):
             self._engine.wake(parts)
 
     def close(self) -> None:
+        self._leave()
         self._engine.close()
 
 

@@ -59,12 +59,29 @@ def test_cut_sampling_is_noted() -> None:
         ([], [("actor", "main"), ("critic", "main"), ("reference", "main"), ("rollout", "main")]),
         (["algorithm=grpo", "kl=none"], [("actor", "main"), ("rollout", "main")]),
         (["placement=split"], [("actor", "main"), ("critic", "critic"), ("reference", "main"), ("rollout", "main")]),
+        (
+            ["placement=standalone_rollout"],
+            [("actor", "main"), ("critic", "main"), ("reference", "main"), ("rollout", "rollout")],
+        ),
     ],
 )
 def test_only_roles_of_the_run_are_placed(argv: list[str], roles: list[tuple[str, str]]) -> None:
     made = plan(*argv)
     assert [(r.role, r.pool) for r in made.roles] == roles
     assert [m.role for m in made.memory] == [role for role, _ in roles]
+
+
+def test_generation_on_its_own_pool_is_planned_on_its_own_devices() -> None:
+    """Half as many devices as the trainer's unless given; rows and memory are of that pool."""
+    argv = ["placement=standalone_rollout", "cluster.devices=8", "actor.layout.tp=2"]
+    made = plan(*argv)
+    assert [(pool.name, pool.devices) for pool in made.pools] == [("main", 8), ("rollout", 4)]
+    assert made.roles[-1].ranks == range(4) and made.rows_per_replica == 512 // 4
+    assert made.pools[1].bytes_per_rank == made.memory[-1].total
+    assert made.pools[0].bytes_per_rank == sum(part.total for part in made.memory[:-1])
+    text = render(plan(*argv, "cluster.rollout_devices=2", "rollout.layout.tp=2"))
+    assert "rollout    pool rollout ranks 0-1  tp 2, pp 1, 1 replica(s)" in text
+    assert "pool main " in text and "together, on each of 8 rank(s)" in text and "on each of 2 rank(s)" in text
 
 
 def test_memory_follows_the_layout() -> None:

@@ -40,6 +40,7 @@ def layout(tp: int = 1, pp: int = 1, first_stage_layers: int | None = None) -> T
             layout(pp=2),
             layout(),
         ),
+        (["placement=standalone_rollout"], layout(tp=2), layout(tp=2)),
     ],
 )
 def test_automatic_layouts(argv: list[str], actor: TrainLayout, critic: TrainLayout) -> None:

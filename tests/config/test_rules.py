@@ -67,6 +67,14 @@ def own_data(folder: Path) -> list[str]:
             ["critic.layout: tp*pp*cp = 2*1*1 = 2 does not divide cluster.critic_devices=1"],
         ),
         (
+            ["placement=standalone_rollout", "rollout.layout.tp=2"],
+            ["rollout.layout: tp*pp = 2*1 = 2 does not divide cluster.rollout_devices=1", "products: 1"],
+        ),
+        (
+            ["placement=standalone_rollout", "cluster.devices=4", "cluster.rollout_devices=3", "rollout.layout.pp=2"],
+            ["rollout.layout: tp*pp = 1*2 = 2 does not divide cluster.rollout_devices=3", "products: 1 or 3"],
+        ),
+        (
             ["actor.layout.first_stage_layers=2", "actor.layout.pp=2"],
             ["actor.layout: 2 layers", "2 on the first", "first_stage_layers=1, or first_stage_layers=null"],
         ),
@@ -258,6 +266,8 @@ def test_devices_that_the_machine_lacks_are_refused(monkeypatch: pytest.MonkeyPa
     assert "at most 20 devices" in refusal("cluster.devices=21", "data.prompts_per_step=64")
     message = refusal("cluster.devices=16", "placement=split", "cluster.critic_devices=5")
     assert "cluster.devices=16 and cluster.critic_devices=5 (together 21)" in message
+    message = refusal("cluster.devices=16", "placement=standalone_rollout", "cluster.rollout_devices=5")
+    assert "cluster.devices=16 and cluster.rollout_devices=5 (together 21)" in message
     compose(["cluster.devices=20"])
     monkeypatch.setattr(
         compose_module, "find_machine", lambda: Machine(2, 2**33, 2**32, gpus=1, gpu_memory_bytes=2**35)
@@ -285,6 +295,9 @@ def test_a_joined_cluster_is_not_judged_by_this_machine(monkeypatch: pytest.Monk
         (["reference.recompute=true"], "the reference is frozen"),
         (["cluster.critic_devices=1"], "placement=colocate"),
         (["placement=split", "algorithm=grpo"], "placement has no effect"),
+        (["cluster.rollout_devices=1"], "placement=colocate generates on the main pool"),
+        (["placement=split", "cluster.rollout_devices=1"], "choose placement=standalone_rollout"),
+        (["placement=standalone_rollout", "cluster.critic_devices=1"], "puts the critic on the main pool"),
         (["actor.optim.min_lr=1e-5"], "actor.optim.schedule=constant"),
         (["rollout.gpu_memory_fraction=0.5"], "cluster.device=cpu"),
         (["data.eval_files=[]", "data.eval_prompts=3"], "data.eval_files is empty"),
@@ -298,7 +311,7 @@ def test_a_knob_that_nothing_reads_is_refused(argv: list[str], expected: str) ->
 
 @pytest.mark.parametrize(
     "override",
-    ["actor.layout.cp=2", "critic.layout.cp=2"] + ["placement=standalone_rollout", "trainer.resume=auto"],
+    ["actor.layout.cp=2", "critic.layout.cp=2", "trainer.resume=auto"],
 )
 def test_what_is_not_built_is_refused_by_name(override: str) -> None:
     message = refusal(override)

@@ -21,6 +21,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LAYOUTS = {
     "ep2_to_tp1": ("actor.layout.ep=2",),
     "tp2_ep2_to_whole_experts": ("actor.layout.tp=2", "actor.layout.ep=2", "rollout.layout.tp=2", "rollout.expert_parallel=true"),
+    "ep2_to_tp2_elsewhere": ("placement=standalone_rollout", "cluster.rollout_devices=2", "actor.layout.ep=2", "rollout.layout.tp=2"),
     "tp2_etp2_to_tp2": ("actor.layout.tp=2", "actor.layout.etp=2", "rollout.layout.tp=2"),
 }  # fmt: skip
 

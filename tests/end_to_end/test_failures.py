@@ -47,8 +47,11 @@ class Running:
 
     def worker(self) -> int:
         """Process id of one worker."""
-        (found,) = [line for line in processes_marked(self.mark) if "ray::Process" in line][:1]
-        return int(found.split()[0])
+        return self.workers()[0]
+
+    def workers(self) -> list[int]:
+        """Process ids of all workers, in the order in which they were started."""
+        return sorted(int(line.split()[0]) for line in processes_marked(self.mark) if "ray::Process" in line)
 
     def finish(self, seconds: float) -> tuple[int, str]:
         """Exit code and stderr. The run must end within `seconds`, and whatever it started within 15 more."""
@@ -73,6 +76,20 @@ def test_a_killed_worker_ends_the_run_with_its_name(flowrl: Command) -> None:
     last = err.strip().splitlines()[-1]
     assert f"pid {pid}" in last and re.search(r"rank \d", last) and "phase" in last and "step" in last
     assert "SIGKILL" in last and str(run.folder / "logs") in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1], ids=["trainer", "engine"])
+def test_a_killed_worker_of_either_pool_ends_the_run_with_its_name(flowrl: Command, victim: int) -> None:
+    """RAY-01: also where the other pool waits for it."""
+    run = Running(flowrl, "algorithm=grpo", "placement=standalone_rollout", "cluster.devices=1")
+    pid = run.workers()[victim]
+    os.kill(pid, signal.SIGKILL)
+    code, err = run.finish(seconds=15)
+    assert code == 1
+    last = err.strip().splitlines()[-1]
+    assert f"pid {pid}" in last and "rank 0" in last and "SIGKILL" in last
+    assert ("main-rank0.log", "rollout-rank0.log")[victim] in last
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ def check(run: Finished, expected: set[str], absent: set[str] = frozenset()) -> 
 LAYOUTS = {
     "colocate": ("placement=colocate",),
     "split": ("placement=split",),
+    "standalone_rollout": ("placement=standalone_rollout",),
     "train_tp2_rollout_tp1": ("actor.layout.tp=2", "rollout.layout.tp=1"),
     "train_pp2_rollout_tp2": ("actor.layout.tp=1", "actor.layout.pp=2", "rollout.layout.tp=2"),
     "train_tp1_rollout_tp2": ("actor.layout.tp=1", "rollout.layout.tp=2"),
@@ -51,7 +52,9 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "layout",
     [
-        name if name in ("split", "train_pp2_rollout_tp2") else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name in ("split", "standalone_rollout", "train_pp2_rollout_tp2")
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in LAYOUTS
     ],
 )
@@ -62,6 +65,25 @@ def test_three_steps_of_ppo_report_every_metric_of_the_contract(flowrl: Command,
     assert {"id", "prompt", "response", "reward", "finish_reason"} == samples[0].keys()
     assert (run.folder / "config.yaml").exists() and (run.folder / "reward.png").exists()
     assert any((run.folder / "logs").iterdir()) and any((run.folder / "tensorboard").iterdir())
+
+
+@pytest.mark.slow
+def test_rewards_do_not_depend_on_where_responses_are_generated(flowrl: Command) -> None:
+    """SYN-01: with engines on devices of their own, in another layout, every step samples and learns the same."""
+    apart = (
+        "placement=standalone_rollout",
+        "cluster.rollout_devices=2",
+        "actor.layout.pp=2",
+        "actor.layout.tp=1",
+        "rollout.layout.tp=2",
+    )
+    runs = [flowrl(*SMALL, "placement=colocate", name="together"), flowrl(*SMALL, *apart, name="apart")]
+    for run in runs:
+        check(run, EVERY_RUN | WITH_CRITIC | WITH_REFERENCE)
+    together, separate = (
+        [(row.get("reward/mean"), row.get("eval/reward/mean")) for row in run.metrics] for run in runs
+    )
+    assert together == separate
 
 
 def test_a_run_of_four_processes_without_critic_exports_a_folder(flowrl: Command) -> None:

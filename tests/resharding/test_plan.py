@@ -14,6 +14,7 @@ from plan_cases import DENSE, MIXTRAL, MOE, TIED, held_by, masks, needed_by, rep
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding import families
 from flowrl.resharding.families import train_stage_layers
+from flowrl.resharding.layouts import rollout_places, train_places
 from flowrl.resharding.needs import rank_needs, stage_layers
 from flowrl.resharding.plan import MovePlan, choose_order, plan_move
 from flowrl.resharding.ranks import ParallelSizes, disaggregated, groups, numbering
@@ -64,7 +65,7 @@ def test_every_element_that_a_rank_lacks_arrives_once_and_nothing_else_does(
     shape = MODELS[name]
     options = dict(gpus_per_node=gpus_per_node, bucket_bytes=bucket_bytes, element_bytes=4)
     if apart:
-        places = disaggregated(world, rollout.tp * rollout.pp, train, rollout)
+        places = disaggregated(train_places(world, train), rollout_places(rollout.tp * rollout.pp, rollout))
         made = plan_move(shape, train, rollout, places, **options)
     else:
         made = plan(shape, world, train, rollout, **options)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.resharding.layouts import rollout_places, train_places
 from flowrl.resharding.ranks import (
     AXES,
     Frame,
@@ -181,7 +182,7 @@ def test_context_parallel_ranks_are_neighbours_among_replicas() -> None:
 
 
 def test_separate_ranks_take_part_on_one_side_only() -> None:
-    places = disaggregated(4, 2, ParallelSizes(tp=2, pp=2), ParallelSizes(tp=2))
+    places = disaggregated(train_places(4, ParallelSizes(tp=2, pp=2)), rollout_places(2, ParallelSizes(tp=2)))
     assert [place.rank for place in places] == list(range(6))
     assert groups(places, "train", "tp") == [(0, 1), (2, 3)]
     assert groups(places, "rollout", "tp") == [(4, 5)]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flowrl.protocol import DataProto, Metric, Ragged
-from flowrl.single_controller import MeshPosition, Worker, broadcast, rank_zero, register, split_over
+from flowrl.single_controller import Link, MeshPosition, Worker, broadcast, rank_zero, register, split_over
 
 
 class Echo(Worker):
@@ -73,6 +73,29 @@ class Echo(Worker):
 
     def not_registered(self) -> int:
         return 1
+
+
+class Meeting(Worker):
+    """Both sides of a paired call."""
+
+    def __init__(self) -> None:
+        self.links: set[int] = set()
+
+    @register(dispatch=broadcast)
+    def give(self, other: Link) -> None:
+        if other.rank == 0:
+            other.store.set("word", "hello")
+
+    @register(dispatch=broadcast(answers="all"), partner="give")
+    def take(self, other: Meeting | Link) -> tuple[object, ...]:
+        if isinstance(other, Meeting):
+            return ("here", other.rank)
+        self.links.add(id(other))
+        return (other.rank, other.pools, other.store.get("word").decode(), len(self.links))
+
+    @register(dispatch=broadcast, partner="missing")
+    def take_from_nobody(self, other: Meeting | Link) -> int:
+        return 0
 
 
 class Faulty(Worker):

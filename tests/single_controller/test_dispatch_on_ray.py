@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from roles import Echo
+from roles import Echo, Meeting
 
 from flowrl.protocol import DataProto, Ragged
 from flowrl.single_controller import WorkerGroup
@@ -40,6 +40,20 @@ def test_roles_know_their_place_in_init_and_share_a_process(pool):
     assert first.apply(lambda x: x + 1, 2) == 3
     result = second.double(batch_of([1, 2, 3]))
     assert result["rank"].tolist() == [1, 1, 1], "one slice over two ranks, the last answers"
+
+
+def test_a_call_with_a_role_of_another_pool_runs_on_both_over_one_link(pool):
+    """Ranks count over both pools; the link stays the same; on one pool the role itself arrives."""
+    giver, taker = WorkerGroup.spawn(pool(1), Meeting, name="giver"), WorkerGroup.spawn(pool(2), Meeting, name="taker")
+    pools = (("warm1", 1), ("warm2", 2))
+    for _ in range(2):
+        assert taker.take(giver) == [(1, pools, "hello", 1), (2, pools, "hello", 1)]
+    neighbour = WorkerGroup.spawn(pool(2), Meeting, name="neighbour")
+    assert taker.take(neighbour) == [("here", 0), ("here", 1)]
+    with pytest.raises(AttributeError, match="Meeting has no method 'missing'"):
+        taker.take_from_nobody(giver)
+    with pytest.raises(ValueError, match="role 'giver' lives on pool 'warm1'.*registered with a partner work across"):
+        WorkerGroup.spawn(pool(2), Echo).calls_other(giver)
 
 
 def test_calls_are_asynchronous_in_order_and_timed_by_phase(pool):

@@ -6,7 +6,7 @@ import multiprocessing
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -58,29 +58,48 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, dying: Collec
     """Results of `function(*args)` by rank. The first rank that fails fails the test with its traceback.
 
     Ranks `dying` may end without a result, which is then None."""
-    work = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        processes = [
-            context.Process(target=_main, args=(rank, world_size, f"{folder}/store", work, pipe[1]), daemon=True)
-            for rank, pipe in enumerate(pipes)
-        ]
-        for process, (_, written) in zip(processes, pipes, strict=True):
-            process.start()
-            # The process has its own; with ours closed its death ends the pipe.
-            written.close()
-        results: dict[int, Any] = {}
-        try:
-            while len(results) < world_size:
-                pending = {pipe[0]: rank for rank, pipe in enumerate(pipes) if rank not in results}
-                ready = wait(list(pending), timeout=TIMEOUT_SECONDS)
-                assert ready, f"ranks {sorted(pending.values())} said nothing for {TIMEOUT_SECONDS} s"
-                for pipe in ready:
-                    results[pending[pipe]] = _result(pipe, pending[pipe], dying)
-            for process in processes:
-                process.join(20)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.terminate()
-        return [results[rank] for rank in range(world_size)]
+        return _run([(world_size, f"{folder}/store", pickle.dumps((function, args)))], dying)
+
+
+def run_apart(
+    sizes: tuple[int, int],
+    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    *args: Any,
+    dying: Collection[int] = (),
+) -> list[Any]:
+    """As `run`, of two pools of processes, each with a default group of its own and a function of its own.
+
+    Functions are called with a path in a folder that both see, the sizes and `args`; ranks count over both pools."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = [pickle.dumps((function, (f"{folder}/meeting", sizes, *args))) for function in functions]
+        return _run([(size, f"{folder}/store{n}", work[n]) for n, size in enumerate(sizes)], dying)
+
+
+def _run(pools: Sequence[tuple[int, str, bytes]], dying: Collection[int]) -> list[Any]:
+    """Results by rank over all pools of (number of ranks, path of their store, pickled work)."""
+    members = [(rank, size, store, work) for size, store, work in pools for rank in range(size)]
+    pipes = [context.Pipe(duplex=False) for _ in members]
+    processes = [
+        context.Process(target=_main, args=(*member, pipe[1]), daemon=True)
+        for member, pipe in zip(members, pipes, strict=True)
+    ]
+    for process, (_, written) in zip(processes, pipes, strict=True):
+        process.start()
+        # The process has its own; with ours closed its death ends the pipe.
+        written.close()
+    results: dict[int, Any] = {}
+    try:
+        while len(results) < len(members):
+            pending = {pipe[0]: number for number, pipe in enumerate(pipes) if number not in results}
+            ready = wait(list(pending), timeout=TIMEOUT_SECONDS)
+            assert ready, f"ranks {sorted(pending.values())} said nothing for {TIMEOUT_SECONDS} s"
+            for pipe in ready:
+                results[pending[pipe]] = _result(pipe, pending[pipe], dying)
+        for process in processes:
+            process.join(20)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+    return [results[number] for number in range(len(members))]

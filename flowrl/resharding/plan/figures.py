@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flowrl.config.model_shape import ModelShape
+from flowrl.resharding.layouts import rollout_places, train_places
 from flowrl.resharding.plan.move import MovePlan, Stage, plan_move
 from flowrl.resharding.plan.options import Layout, Options
 from flowrl.resharding.plan.orders import OrderChoice, choose_order
@@ -52,7 +53,7 @@ def plan_row(shape: ModelShape, options: Options, rollout: Layout) -> Row:
     start = time.perf_counter()
     choice = None
     if options.rollout_world is not None:
-        places = disaggregated(options.world, options.rollout_world, train, sizes)
+        places = disaggregated(train_places(options.world, train), rollout_places(options.rollout_world, sizes))
     else:
         choice = choose_order(shape, options.world, train, sizes, **common)
         places = numbering(options.world, train, sizes, choice.chosen.order)

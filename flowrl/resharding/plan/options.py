@@ -68,6 +68,10 @@ USAGE = """python -m flowrl.resharding.plan model=NAME train=LAYOUT rollout=LAYO
 Plans the move of a model's weights from a training layout to generation layouts; nothing runs.
 
 """ + "".join(f"{key:<15}{text}\n" for key, text in KEYS.items())
+USAGE += """
+The same ranks train and generate:     model=llama-70b train=tp8pp4dp4 rollout=tp8,tp4
+Generation has 64 ranks of its own:    model=llama-70b train=tp8pp4dp4 rollout=tp8,tp4 rollout_world=64
+"""
 
 
 def parse_layout(key: str, text: str) -> Layout:

@@ -6,7 +6,7 @@ Sets of ranks are bit masks of Python integers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from flowrl.resharding.families import EMBEDDING, Box
@@ -118,7 +118,19 @@ def make_units(places: Sequence[RankPlace], table: ModelTable) -> list[Unit]:
         here_stages, there_stages = table.end_stages[name]
         stages = _either(masks.train_stage, here_stages), _either(masks.rollout_stage, there_stages)
         units.append(_unit((-1 if name == EMBEDDING else last,), cell, stages, masks))
-    return units
+    trainers = mask_of(place.rank for place in places if place.train is not None)
+    return [part for unit in units for part in _shared_out(unit, trainers)]
+
+
+def _shared_out(unit: Unit, trainers: int) -> list[Unit]:
+    """A unit that ranks lack to which no holder is nearer than another, cut by layers into a part for every holder."""
+    count = min(unit.holders.bit_count(), len(unit.layers))
+    if count < 2 or unit.missing & trainers or not unit.missing:
+        return [unit]
+    stops = [len(unit.layers) * number // count for number in range(count + 1)]
+    runs = [unit.layers[start:stop] for start, stop in zip(stops[:-1], stops[1:], strict=True)]
+    each = unit.elements // len(unit.layers)
+    return [replace(unit, layers=layers, elements=each * len(layers)) for layers in runs]
 
 
 def _unit(layers: tuple[int, ...], cell: Cell, stages: tuple[int, int], masks: _Masks) -> Unit:
