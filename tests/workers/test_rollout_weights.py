@@ -137,14 +137,17 @@ def test_another_name_or_dtype_of_a_tensor_is_an_error(model_folder: dict[str, P
     assert "several dtypes: model.embed_tokens.weight in torch.bfloat16, model.layers.0." in mixed
 
 
-def test_the_engine_decodes_like_the_trainer_after_large_updates(model_folder: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("cell", [Cell(tp=2), Cell(pp=2, distributed_optimizer=True)], ids=["plain", "distributed"])
+def test_the_engine_decodes_like_the_trainer_after_large_updates(
+    model_folder: dict[str, Path], tmp_path: Path, cell: Cell
+) -> None:
     """SYN-01: three rounds of update, transfer and greedy decoding against the trainer's exported weights, with an engine
     that does not sleep, one that is awake again when weights arrive, and one whose cache is not."""
     from transformers import AutoModelForCausalLM
 
     prompts_only: DataProto = ROWS
     mini = make_batch([(3, 7), (6, 2), (2, 1), (9, 4)])
-    args = (model_folder["Llama"], tmp_path, Cell(tp=2), Setup(), prompts_only, mini)
+    args = (model_folder["Llama"], tmp_path, cell, Setup(), prompts_only, mini)
     decoded = []
     refused = []
     for rows, folder, ok, messages in run(2, train_and_decode, *args)[0]:
