@@ -104,6 +104,20 @@ def test_key_value_heads_are_spread_or_copied_evenly(
             assert f"{role}.layout.tp={tp}" in refusal(*argv)
 
 
+def test_an_engine_cannot_cut_a_vocabulary_whose_padding_does_not_divide(make_model: MakeModel, tmp_path: Path) -> None:
+    """PAR-05: vLLM pads to a multiple of 64; the trainer pads to what its tp divides, and may."""
+    model = make_model(num_attention_heads=6, num_key_value_heads=3, intermediate_size=144, vocab_size=100)
+    argv = [f"model.path={model}", "cluster.devices=3", *own_data(tmp_path)]
+    compose([*argv, "actor.layout.tp=3"])
+    assert "vocabulary of 128 rows (a multiple of 64) cannot be cut into 3 parts; legal: 1" in refusal(
+        *argv, "rollout.layout.tp=3"
+    )
+
+
+def test_the_home_of_nobody_is_a_folder_that_is_not_there() -> None:
+    assert "~nobody-of-this-name/x has no config.json" in refusal("model.path='~nobody-of-this-name/x'")
+
+
 def test_uneven_stages_name_the_legal_first_stages(make_model: MakeModel, tmp_path: Path) -> None:
     model = make_model(num_hidden_layers=5)
     argv = [f"model.path={model}", "actor.layout.pp=2", *own_data(tmp_path)]
@@ -425,17 +439,3 @@ def test_an_unknown_architecture_lists_the_known_ones(make_model: MakeModel, tmp
         and "Qwen3ForCausalLM" in message
     )
     assert len(message.splitlines()) == 1
-
-
-def test_an_engine_cannot_cut_a_vocabulary_whose_padding_does_not_divide(make_model: MakeModel, tmp_path: Path) -> None:
-    """PAR-05: vLLM pads to a multiple of 64; the trainer pads to what its tp divides, and may."""
-    model = make_model(num_attention_heads=6, num_key_value_heads=3, intermediate_size=144, vocab_size=100)
-    argv = [f"model.path={model}", "cluster.devices=3", *own_data(tmp_path)]
-    compose([*argv, "actor.layout.tp=3"])
-    assert "vocabulary of 128 rows (a multiple of 64) cannot be cut into 3 parts; legal: 1" in refusal(
-        *argv, "rollout.layout.tp=3"
-    )
-
-
-def test_the_home_of_nobody_is_a_folder_that_is_not_there() -> None:
-    assert "~nobody-of-this-name/x has no config.json" in refusal("model.path='~nobody-of-this-name/x'")
