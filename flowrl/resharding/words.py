@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from flowrl.config.paths import user_path
 
 MOST_RANKS = 1 << 14
 """A plan of more ranks takes minutes and gigabytes."""
@@ -31,6 +34,16 @@ def parse_words(arguments: Sequence[str], known: Collection[str], required: Sequ
     if empty:
         raise ValueError(f"{empty[0]}= is empty; give a value or leave it out")
     return given
+
+
+def output_path(given: Mapping[str, str]) -> Path | None:
+    """`out`, or None where it is not given. Error: `ValueError` for the home of a user that does not exist."""
+    if "out" not in given:
+        return None
+    path = user_path(given["out"])
+    if str(path).startswith("~"):
+        raise ValueError(f"out={path} cannot be written: there is no user {path.parts[0][1:]!r} here")
+    return path
 
 
 def whole_number(given: Mapping[str, str], key: str, default: int | None = None, *, most: int = 1 << 62) -> int:

@@ -48,6 +48,7 @@ def test_layout_strings_are_sizes_in_any_order() -> None:
         ([*TINY, "rollout=tp2", "bucket_bytes=99"], r"bucket_bytes=99 is too small: .* can be \d+ bytes here; give more, such as"),
         ([*TINY, "rollout=tp2", "out="], r"out= is empty; give a value or leave it out"),
         ([*TINY, "rollout=tp2", "out=a\0b"], r"has a null character"),
+        ([*TINY, "rollout=tp2", "out=~nobody-of-this-name/x"], r"out=~nobody-of-this-name/x cannot be written: there is no user 'nobody-of-this-name'"),
         (["model=~nobody-of-this-name/x", "train=dp2", "rollout=tp2"], r"neither a folder nor a named shape"),
         (["model=llama-tiny", "train=dp2", "world=0", "rollout=tp2"], r"world=0 must be a whole number of at least 1 and at most 16384"),
         (["model=llama-tiny", "train=tp1", "world=99999999999999999999999", "rollout=tp2"], r"and at most 16384"),

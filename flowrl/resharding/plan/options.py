@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrl.config.paths import user_path
 from flowrl.resharding.plan.move import BUCKET_BYTES
 from flowrl.resharding.ranks import ParallelSizes
 from flowrl.resharding.regions import DTYPE_BYTES
-from flowrl.resharding.words import MOST_RANKS, parse_words, rank_number, whole_number
+from flowrl.resharding.words import MOST_RANKS, output_path, parse_words, rank_number, whole_number
 
 _TOKEN = re.compile(r"(etp|vpp|tp|pp|dp|cp|ep)([0-9]+)")
 _TRAIN, _ROLLOUT = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp"), ("tp", "pp", "ep", "dp")
@@ -152,5 +151,5 @@ def parse_options(arguments: Sequence[str]) -> Options:
         gpus_per_node=whole_number(given, "gpus_per_node", 8),
         element_bytes=DTYPE_BYTES[dtype],
         bucket_bytes=whole_number(given, "bucket_bytes", BUCKET_BYTES),
-        out=user_path(given["out"]) if "out" in given else None,
+        out=output_path(given),
     )
