@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.config.model_shape import ModelShape
-from flowrl.config.paths import user_path
 from flowrl.resharding.needs import check_rollout
 from flowrl.resharding.plan.options import Layout, parse_layout
 from flowrl.resharding.plan.tables import check_train
 from flowrl.resharding.ranks import ParallelSizes, check_world
 from flowrl.resharding.regions import DTYPE_BYTES
 from flowrl.resharding.shapes import LatentShape
-from flowrl.resharding.words import parse_words, rank_number, whole_number
+from flowrl.resharding.words import output_path, parse_words, rank_number, whole_number
 
 FLOWRL = "flowrl"
 BASELINES = ("per_tensor_gather", "bucketed_gather", "vanilla_grouping", "gather_all", "megatron_refit")
@@ -77,7 +76,7 @@ def parse_options(arguments: Sequence[str]) -> BenchmarkOptions:
         repeat=whole_number(given, "repeat", 10, most=100_000),
         dtype=dtype,
         device=device,
-        out=user_path(given["out"]) if "out" in given else None,
+        out=output_path(given),
     )
 
 
