@@ -222,11 +222,11 @@ def buffers(folder: Path, cells: Sequence[Cell], batch: DataProto) -> list[tuple
     results = []
     for cell in cells:
         role, frozen = actor(folder, cell), reference(folder, cell)
-        before = [parameter.data_ptr() for parameter in role._engine._gpt.parameters()]
+        before = [parameter.data_ptr() for parameter in role._engine._parameters.values()]
         call(role, role.update, batch)
-        after = [parameter.data_ptr() for parameter in role._engine._gpt.parameters()]
+        after = [parameter.data_ptr() for parameter in role._engine._parameters.values()]
         counts = (
-            len({parameter.untyped_storage().data_ptr() for parameter in there._engine._gpt.parameters()})
+            len({parameter.untyped_storage().data_ptr() for parameter in there._engine._parameters.values()})
             for there in (role, frozen)
         )
         results.append((*counts, before == after))
