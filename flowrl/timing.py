@@ -13,7 +13,8 @@ PHASES: dict[tuple[str, str], str] = {
     ("rollout", "generate"): "generate", ("rollout", "receive_weights"): "reshard", ("rollout", "sleep"): "sleep",
     ("rollout", "wake"): "wake", ("actor", "log_probs"): "log_probs", ("actor", "update"): "update_actor",
     ("actor", "export"): "save", ("actor", "offload"): "offload", ("actor", "reload"): "reload",
-    ("critic", "values"): "values", ("critic", "update"): "update_critic", ("reference", "log_probs"): "reference",
+    ("critic", "offload"): "offload", ("critic", "reload"): "reload", ("reference", "offload"): "offload",
+    ("reference", "reload"): "reload", ("critic", "values"): "values", ("critic", "update"): "update_critic", ("reference", "log_probs"): "reference",
 }  # fmt: skip
 """Name of the phase that a call makes up; a call of a role that is not listed is its own phase, `role_method`."""
 

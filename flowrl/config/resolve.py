@@ -50,6 +50,8 @@ def resolve(values: Mapping[str, Any], shapes: Shapes, machine: Machine, timesta
 
     default("cluster.device", "cuda" if machine.gpus else "cpu")
     cpu = out["cluster.device"] == "cpu"
+    free = machine.gpus * 2 // 3 if out["placement"] == "split" else machine.gpus
+    default("cluster.devices", 2 if cpu else max(1, free))
     default("cluster.critic_devices", max(1, out["cluster.devices"] // 2))
     quarter = machine.shared_memory_bytes // 4
     default("cluster.object_store_bytes", min(MAX_OBJECT_STORE_BYTES, max(MIN_OBJECT_STORE_BYTES, quarter)))

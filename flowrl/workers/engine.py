@@ -35,6 +35,7 @@ from flowrl.workers.heads import CriticHead, PolicyHead, ValueHead
 from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.microbatch import MicroBatch, TokenColumns, fill, make_microbatch, plan_microbatches, token_rows
 from flowrl.workers.model import DTYPES, build_model, transformer_config
+from flowrl.workers.offload import Offload
 from flowrl.workers.optimizer import Optimizer, StepResult
 from flowrl.workers.weights import ModelWeights, expert_shard, global_name
 
@@ -100,12 +101,13 @@ class Engine:
         self.at = at
         self.dp_size = world_size // (layout.tp * layout.cp * layout.pp)
         self.is_last = self.at.pp == layout.pp - 1
+        self._offload = Offload(device)
         self.folder = HFFolder(folder)
         self.folder.check(shape, head=head.is_language_model)
         with cuda_on_cpu.active():
             self.groups = process_groups(self.places)
             self._build(seed)
-            self.weights.load(self.folder)
+            self._weights.load(self.folder)
             self._load_value_head()
             self._model: Any = self._gpt
             if self._settings.bf16:
@@ -128,7 +130,7 @@ class Engine:
             for name, parameter in self._gpt.named_parameters()
             if self._head.is_language_model or not name.startswith("output_layer.")
         }
-        self.weights = ModelWeights(
+        self._weights = ModelWeights(
             self._shape, self._config.layout, self.places, parameters, head=self._head.is_language_model
         )
 
@@ -150,6 +152,24 @@ class Engine:
         self._settings.finalize_model_grads_func = _finalize_gradients
         dtype = DTYPES[self._config.dtype]
         return Optimizer(self._model, self.groups, optim, dtype=dtype, distributed=distributed, total_steps=total_steps)
+
+    @property
+    def weights(self) -> ModelWeights:
+        """Of this rank. Error: `ValueError` while they are on the host."""
+        self._offload.check("reading the weights")
+        return self._weights
+
+    def offload(self) -> None:
+        """Move weights and optimizer states to the host and free them and the gradients, which nobody needs between
+        two steps, on the device."""
+        if self._config.offload:
+            states = [] if self._optimizer is None else self._optimizer.states()
+            gradients = [] if self._optimizer is None else [p.main_grad for p in self._gpt.parameters()]
+            self._offload.leave(self._gpt.parameters(), states, gradients)
+
+    def reload(self) -> None:
+        """Bring back what `offload` moved. Optimizer states may still be on their way when this returns."""
+        self._offload.back()
 
     @property
     def position(self) -> MeshPosition:
@@ -178,6 +198,7 @@ class Engine:
 
         Collective: all ranks call it, those without rows too.
         """
+        self._offload.check("a forward pass")
         plan = self._microbatches(batch)
         with cuda_on_cpu.active(), torch.no_grad():
             outputs = self._run(plan, None) if plan else []
@@ -198,6 +219,7 @@ class Engine:
         absent), and `max_response_tokens` where the aggregation is sum-norm.
         """
         assert self._optimizer is not None, "a frozen model does not train"
+        self._offload.check("an update")
         lengths = batch.lengths("response_ids")
         num_tokens, num_rows = self._denominators(batch, lengths)
         plan = self._microbatches(batch)
@@ -215,6 +237,7 @@ class Engine:
         with cuda_on_cpu.active():
             self._optimizer.zero_grad()
             reports = self._run(plan, partial(self._weighted_loss, batch, loss, weights))
+            self._offload.finish()
             result.step = self._optimizer.step()
         _accumulate(result, reports)
         return result

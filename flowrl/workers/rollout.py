@@ -124,6 +124,7 @@ class RolloutWorker(Worker):
                 num_blocks=cache.num_blocks,
                 kv_cache_bytes=cache.num_bytes,
                 gpu_memory_fraction=config.gpu_memory_fraction,
+                cuda_graphs=config.cuda_graphs,
                 seed=seed,
             )
         )
@@ -248,6 +249,8 @@ class RolloutWorker(Worker):
         self._engine.wake(None if what == "all" else [what])
 
     def close(self) -> None:
+        # Views of the engine's memory would keep it.
+        self._parameters, self._transfer = {}, None
         self._engine.close()
 
 

@@ -49,6 +49,7 @@ class Setup:
     top_k: int = 0
     dtype: str = "float32"
     max_batch_requests: int = 8
+    cuda_graphs: bool = False
 
 
 def engine_config(setup: Setup) -> RolloutConfig:
@@ -61,6 +62,8 @@ def engine_config(setup: Setup) -> RolloutConfig:
         top_k=setup.top_k,
         max_batch_requests=setup.max_batch_requests,
         kv_cache_bytes=64 << 20,
+        gpu_memory_fraction=0.1,
+        cuda_graphs=setup.cuda_graphs,
     )
 
 
@@ -202,7 +205,7 @@ def wrong_regions(role: RolloutWorker, folder: Path) -> list[str]:
     wrong = []
     for region in role._recording.regions:
         box = tuple(slice(*interval) for interval in region.box)
-        found = place_of(region, role._parameters[region.parameter])
+        found = place_of(region, role._parameters[region.parameter]).cpu()
         if not torch.equal(found, tensors[region.tensor][box].to(found.dtype)):
             wrong.append(f"{region.tensor} {region.box}")
     return wrong

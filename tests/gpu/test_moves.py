@@ -1,0 +1,51 @@
+"""Weights from trainer to engine on GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import make_model
+from rollout_scenarios import Setup
+from scenarios import Cell
+
+from tests.gpu.conftest import WIDE, WIDE_VOCAB
+from tests.gpu.ranks import run
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_arrive_bit_for_bit_in_an_engine_that_slept(wide: Path, tmp_path: Path, dtype: str) -> None:
+    """SYN-01: level 2 sleep loses all weights; nothing travels on one rank."""
+    target = make_model(tmp_path / "target", "Qwen2", seed=9, **WIDE)
+    wrong, metrics = run(1, "tests.gpu.scenarios_gpu:move_metrics", wide, target, dtype, WIDE_VOCAB)[0]
+    assert wrong == []
+    assert metrics["reshard/fingerprint_ok"] == 1.0
+    assert metrics["reshard/received_bytes_max"] == metrics["reshard/bound_bytes_max"] == 0
+
+
+def test_halves_become_whole_replicas_on_two_ranks(tiny: Path) -> None:
+    """PAR-05: two engines, each with what vLLM itself loads from the folder."""
+    pair = Cell(tp=2), Setup()
+    for result in run(2, "move_scenarios:exact_moves", tiny, [pair], 1 << 16):
+        wrong, report = result[pair]
+        assert wrong == []
+        assert report.received_bytes == report.bound_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (17, 24), (131, 64), (64, 131), (300, 9000), (2048, 1536)])
+def test_a_gpu_finds_the_checksum_of_the_cpu(dtype: torch.dtype, rows: int, columns: int) -> None:
+    """Exact integers, whatever the device and however a box lies in memory."""
+    from flowrl.resharding.fingerprint import checksum
+
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(rows + 3, columns + 5, generator=generator)
+    box = ((2, 2 + rows), (4, 4 + columns))
+    values, shape = whole[2 : 2 + rows, 4 : 4 + columns], (rows + 3, columns + 5)
+    expected = checksum(values, box, shape, dtype)
+    there = whole.to("cuda")[2 : 2 + rows, 4 : 4 + columns]
+    for view in (there, there.to(dtype), there.t().contiguous().t()):
+        assert int(checksum(view, box, shape, dtype)) == int(expected)
