@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from flowrl.single_controller import Cluster, Span
+from flowrl.single_controller import Cluster, DeviceMemory, Span
 
 PHASES: dict[tuple[str, str], str] = {
     ("rollout", "generate"): "generate", ("rollout", "receive_weights"): "reshard", ("rollout", "sleep"): "sleep",
@@ -33,6 +33,22 @@ def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def memory_ledger(spans: Iterable[Span]) -> dict[str, float]:
+    """`memory/<phase>/...` in bytes, of the worst rank and call of each phase, as `DeviceMemory` explains them."""
+    by_phase: dict[str, list[DeviceMemory]] = defaultdict(list)
+    for span in spans:
+        if span.memory is not None:
+            by_phase[span.phase or phase_of(span.role, span.method)].append(span.memory)
+    ledger: dict[str, float] = {}
+    for phase, found in by_phase.items():
+        worst = DeviceMemory.worst(found)
+        assert worst is not None
+        sizes = {"peak_bytes_max": worst.peak, "allocated_bytes_max": worst.allocated, "free_bytes_min": worst.free}
+        sizes |= {"reserved_bytes_max": worst.reserved, "pinned_bytes_max": worst.pinned}
+        ledger |= {f"memory/{phase}/{name}": float(size) for name, size in sizes.items()}
+    return ledger
+
+
 class PhaseClock:
     """Times the phases of a step. Calls are asynchronous, so their seconds come from the workers, not from the driver."""
 
@@ -56,7 +72,8 @@ class PhaseClock:
         self._own[name] += time.monotonic() - begun
 
     def finish(self) -> tuple[dict[str, float], Sequence[Span]]:
-        """`seconds/<phase>` of the step since `start` with `seconds/total`, and the spans they come from."""
+        """`seconds/<phase>` of the step since `start` with `seconds/total`, on GPUs the memory of its phases, and the spans
+        they come from."""
         total = time.monotonic() - self._started
         spans = self._cluster.spans()
         intervals: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -65,4 +82,4 @@ class PhaseClock:
                 intervals[phase_of(span.role, span.method)].append((span.start, span.end))
         seconds = {f"seconds/{name}": covered_seconds(times) for name, times in intervals.items()}
         seconds |= {f"seconds/{name}": value for name, value in self._own.items()}
-        return {**seconds, "seconds/total": total}, spans
+        return {**seconds, **memory_ledger(spans), "seconds/total": total}, spans

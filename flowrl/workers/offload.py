@@ -62,7 +62,7 @@ class Offload:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._host: list[torch.Tensor] = []
         self._pieces: list[Piece] = []
         self._kept: list[torch.UntypedStorage] = []
@@ -130,7 +130,7 @@ class Offload:
 
     def _on_device(self, piece: Piece) -> torch.Tensor:
         storage = self._kept[piece.storage]
-        whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)  # type: ignore[call-overload]
+        whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         part: torch.Tensor = whole[piece.start : piece.stop]
         return part
 
