@@ -9,6 +9,7 @@ processors have instructions: one pass over the weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -101,6 +102,61 @@ def checksum(values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torc
         sketches = _sketches(part.view(torch.int8).flatten(0, -2), start, stop)
         total += (rows[first : first + step].flatten() * sketches).sum()
     return total
+
+
+def checksums(
+    parts: Iterable[tuple[int, torch.Tensor, Box, tuple[int, ...]]],
+    num_cells: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """[num_cells] int64: the sum of the checksums of the parts of each cell. A part is (cell, values, box, shape of the
+    tensor); errors as of `checksum`."""
+    cells = torch.zeros(num_cells, dtype=torch.int64, device=device)
+    for cell, values, box, shape in _add_on_gpu(cells, parts, dtype) if device.type == "cuda" else parts:
+        cells[cell] += checksum(values, box, shape, dtype)
+    return cells
+
+
+def _add_on_gpu(
+    cells: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor, Box, tuple[int, ...]]], dtype: torch.dtype
+) -> list[tuple[int, torch.Tensor, Box, tuple[int, ...]]]:
+    """Add what one kernel can do together and return the rest: other types, other strides."""
+    from flowrl.resharding import fingerprint_gpu
+
+    size, rest, matrices = _BYTES[dtype], [], []
+    num_rows, num_columns = 1, 1
+    for cell, values, box, shape in parts:
+        if values.dtype == dtype and values.dim() in (1, 2) and values.stride(-1) == 1:
+            matrix = (values if values.dim() == 2 else values[None]).view(torch.int8)
+            if fingerprint_gpu.fits(matrix):
+                first_row = box[0][0] if values.dim() == 2 else 0
+                matrices.append((matrix, first_row, box[-1][0] * size, cell))
+                num_rows = max(num_rows, first_row + len(matrix))
+                num_columns = max(num_columns, box[-1][1] * size)
+                continue
+        rest.append((cell, values, box, shape))
+    tables = _row_table(_round(num_rows), cells.device), _column_table(_round(num_columns), cells.device)
+    fingerprint_gpu.add_checksums(cells, matrices, *tables)
+    return rest
+
+
+def _round(count: int) -> int:
+    """The next power of two: few sizes of tables."""
+    return 1 << (count - 1).bit_length()
+
+
+@lru_cache(maxsize=4)
+def _row_table(size: int, device: torch.device) -> torch.Tensor:
+    """[size] int64: r of a matrix."""
+    return _random(torch.arange(size, device=device)) | 1
+
+
+@lru_cache(maxsize=4)
+def _column_table(size: int, device: torch.device) -> torch.Tensor:
+    """[size or more] int64: C s."""
+    blocks = [_weights(block, device) for block in range(-(-size // _BLOCK_BYTES))]
+    return (torch.cat(blocks).to(torch.int64) * _mixer(device)).sum(1)
 
 
 def _row_weights(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowrl.resharding.fingerprint import checksum, temporary_bytes
+from flowrl.resharding.fingerprint import checksums, temporary_bytes
 from flowrl.resharding.recorder import Region
 from flowrl.resharding.steps import Counts
 
@@ -28,15 +28,19 @@ def prove(
     Error: on all ranks alike, a `ValueError` that names rank, tensor and box of the first differences.
     """
     device = kept[0][1].device
-    cells = torch.zeros(counts.cells, dtype=torch.int64, device=device)
-    for count in counts.mine:
-        name, view = held[count.held]
-        cells[count.cell] += checksum(view[count.there], count.box, shapes[name], dtype)
+    mine = ((count, *held[count.held]) for count in counts.mine)
+    cells = checksums(
+        ((count.cell, view[count.there], count.box, shapes[name]) for count, name, view in mine),
+        counts.cells, dtype, device,
+    )  # fmt: skip
     dist.all_reduce(cells)
     index = torch.tensor([cell for part in counts.sums for cell in part], device=device)
     owner = torch.tensor([region for region, part in enumerate(counts.sums) for _ in part], device=device)
     expected = torch.zeros(len(kept), dtype=torch.int64, device=device).index_add_(0, owner, cells[index])
-    found = torch.stack([checksum(place, region.box, shapes[region.tensor], dtype) for region, place in kept])
+    found = checksums(
+        ((number, place, region.box, shapes[region.tensor]) for number, (region, place) in enumerate(kept)),
+        len(kept), dtype, device,
+    )  # fmt: skip
     _agree([kept[number][0] for number in (found != expected).nonzero().flatten().tolist()], device)
     return max(temporary_bytes(place.numel(), place.numel() // max(1, len(place))) for _, place in kept)
 
