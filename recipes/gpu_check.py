@@ -22,8 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-TESTS = {"log_probs": 240, "updates": 240, "memory": 240, "moves": 240, "runs": 400}
+TESTS = {"log_probs": 300, "updates": 240, "moves": 300, "runs": 400, "memory": 240}
 """Files of tests/gpu with their limits in seconds."""
+ALONE = {"memory"}
+"""Tests that look at how much memory of the GPU is free."""
 SHAPES = {"llama-1b": 120, "qwen2.5-0.5b": 120, "qwen2.5-1.5b": 120, "qwen2.5-7b": 180}
 """Models whose move from training to generation is measured on one GPU, with limits."""
 WIDTH = 160
@@ -55,6 +57,7 @@ def parts(out: Path) -> list[Part]:
             f"test_{name}",
             (python, "-m", "pytest", f"tests/gpu/test_{name}.py", "-q", f"--junitxml={out / f'test_{name}.xml'}"),
             limit,
+            alone=name in ALONE,
         )
         for name, limit in TESTS.items()
     ]

@@ -6,9 +6,8 @@ take the same inputs, so a process can run one after another on the same weights
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flowrl.config.model_shape import ModelShape
+from flowrl.resharding.clock import Clock
 from flowrl.resharding.families import ExpertShard, Parameter, stage_layers, stage_parameters
 from flowrl.resharding.ranks import ParallelSizes, TrainPlace
 
@@ -128,23 +128,6 @@ def _stage_forms(shape: ModelShape, sizes: ParallelSizes, pp: int, layers: range
     ]
 
 
-@dataclass
-class Clock:
-    """Seconds by stage of one move; work that a GPU has queued belongs to the stage that queued it."""
-
-    device: torch.device
-    seconds: dict[str, float] = field(default_factory=dict)
-    _since: float = field(default_factory=time.perf_counter)
-
-    def lap(self, stage: str) -> None:
-        """The time since the last lap belongs to `stage`."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
-        self._since = now
-
-
 def whole_tensors(parts: Sequence[Parameter], shards: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """The Hugging Face tensors that these parts, held as `shards`, make up."""
     pieces = [(piece, shard) for part, shard in zip(parts, shards, strict=True) for piece in part.pieces]
@@ -192,7 +175,7 @@ class PerTensorGather:
                     clock.lap("ep" if form.expert else "tp")
                 self._load(whole_tensors(parts, shards))
                 clock.lap("install")
-        return clock.seconds
+        return clock.read()
 
 
 def cut_forms(forms: Sequence[Form], max_elements: int) -> list[list[Form]]:
@@ -269,7 +252,7 @@ class BucketedGather:
                 clock.lap("ep" if expert else "tp")
             self._load(_unpack(bucket, members, flat))
             clock.lap("install")
-        return clock.seconds
+        return clock.read()
 
 
 class GatherAll:
@@ -312,7 +295,7 @@ class GatherAll:
             clock.lap("gather")
             self._load(self._whole(expert, bucket, list(gathered.view(world, share))))
             clock.lap("install")
-        return clock.seconds
+        return clock.read()
 
     def _whole(
         self, expert: bool, bucket: Sequence[Sequence[Form]], shares: Sequence[torch.Tensor]

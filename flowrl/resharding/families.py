@@ -212,7 +212,8 @@ def stage_parameters(
     head: bool = True,
     shard: ExpertShard = ALL_EXPERTS,
 ) -> tuple[Parameter, ...]:
-    """Parameters that rank `tp_rank` of `tp` holds of a pipeline stage with these layers, and of its experts `shard`.
+    """Parameters that rank `tp_rank` of `tp` holds of a pipeline stage with these layers, and of its experts `shard`, in
+    Megatron-core's own order.
 
     `first` and `last` say whether the stage is; `head` is False for models without a language-model head (a critic).
     A tied model's head is the embedding itself on a single stage, and a second copy of it on a separate last stage.
@@ -238,6 +239,7 @@ def _layer_parameters(shape: ModelShape, layer: int, tp: int, tp_rank: int) -> I
     hf, mcore = f"model.layers.{layer}.", f"decoder.layers.{layer}."
     attention = mcore + "self_attention."
     yield _replicated(mcore + "input_layernorm.weight", hf + "input_layernorm.weight", h)
+    yield _columns(attention + "linear_proj.weight", hf + "self_attn.o_proj.weight", h, shape.heads * d, tp, tp_rank)
     runs = _qkv_runs(shape, hf + "self_attn.{}_proj.weight")
     yield _fused_rows(attention + "linear_qkv.weight", runs, tp, tp_rank, width=h)
     if shape.qkv_bias:
@@ -246,7 +248,6 @@ def _layer_parameters(shape: ModelShape, layer: int, tp: int, tp_rank: int) -> I
     if shape.qk_norm:
         yield _replicated(attention + "q_layernorm.weight", hf + "self_attn.q_norm.weight", d)
         yield _replicated(attention + "k_layernorm.weight", hf + "self_attn.k_norm.weight", d)
-    yield _columns(attention + "linear_proj.weight", hf + "self_attn.o_proj.weight", h, shape.heads * d, tp, tp_rank)
     yield _replicated(mcore + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight", h)
 
 

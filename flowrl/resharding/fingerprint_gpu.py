@@ -7,11 +7,12 @@ apart, because GPUs multiply 32-bit integers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
+
+from flowrl.resharding.copies_gpu import tiles_of
 
 ROWS, COLUMNS = 16, 512
 """Rows and bytes of a row that a program visits at once."""
@@ -21,10 +22,10 @@ _FIELDS = 7
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_checksums(
-    tiles: Any, boxes: Any, row_weights: Any, low_weights: Any, high_weights: Any, cells: Any,
+def _add_checksums(  # type: ignore[no-untyped-def]
+    tiles, boxes, row_weights, low_weights, high_weights, cells,
     fields: tl.constexpr, rows_at_once: tl.constexpr, columns_at_once: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     box = tl.load(tiles + 2 * tl.program_id(0))
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
     about = boxes + box * fields
@@ -73,18 +74,18 @@ def add_checksums(
     boxes = torch.tensor(
         [[b.data_ptr(), *b.shape, b.stride(0), row, column, cell] for b, row, column, cell in matrices]
     )
-    tiles = _tiles(boxes[:, 1])
+    tiles = tiles_of(boxes[:, 1], ROWS)
     low = column_weights.to(torch.int32)
     high = ((column_weights - low) >> 32).to(torch.int32)
     tables = [table.to(cells.device) for table in (tiles, boxes)]
     _add_checksums[(len(tiles),)](
-        *tables, row_weights, low, high, cells, fields=_FIELDS, rows_at_once=ROWS, columns_at_once=COLUMNS
+        *tables,
+        row_weights,
+        low,
+        high,
+        cells,
+        fields=_FIELDS,
+        rows_at_once=ROWS,
+        columns_at_once=COLUMNS,
+        num_warps=8,
     )
-
-
-def _tiles(num_rows: torch.Tensor) -> torch.Tensor:
-    """[T, 2] int64: (box, its first row) of every program, for boxes of `num_rows` [N] rows."""
-    counts = (num_rows + ROWS - 1) // ROWS
-    box = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    first = torch.arange(len(box)) - (counts.cumsum(0) - counts)[box]
-    return torch.stack([box, first * ROWS], dim=1)

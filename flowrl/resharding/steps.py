@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from flowrl.resharding.families import Box, box_size
 from flowrl.resharding.plan import Bucket, MovePlan, Parcel, Piece
+from flowrl.resharding.plan.move import TO_ALL, Form
 from flowrl.resharding.plan.units import bits
 from flowrl.resharding.regions import Boxes, intersect, num_elements, same_elements, slices_in, subtract_all
 
@@ -69,19 +71,42 @@ class Copy:
 
 @dataclass(frozen=True)
 class Step:
-    """This rank's part in one bucket, an exchange among `group`; sizes are elements by place in the group.
+    """This rank's part in one bucket, an exchange among `group` in which it has the place `place`.
 
-    `packs` fill the sent buffer from the trainer, `relays` from the engine; `installs` empty the received one.
+    `incoming` and `outgoing` are elements of its buffers by place in the group. Where all that a rank sends goes to all
+    others there is one buffer, `incoming`, with this rank's own part at its own place. `packs` fill the part that is
+    sent from the trainer, `relays` from the engine; `installs` empty the received ones.
     """
 
     stage: str
     number: int
+    form: Form
     group: tuple[int, ...]
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    place: int
+    incoming: tuple[int, ...]
+    outgoing: tuple[int, ...]
     packs: tuple[Slot, ...]
     relays: tuple[Slot, ...]
     installs: tuple[Slot, ...]
+
+    @property
+    def to_all(self) -> bool:
+        return self.form in TO_ALL
+
+    @property
+    def received(self) -> int:
+        """Elements from other ranks."""
+        return sum(self.incoming) - (self.incoming[self.place] if self.to_all else 0)
+
+    @property
+    def sent(self) -> int:
+        """Elements packed for other ranks; those for all of them once."""
+        return self.incoming[self.place] if self.to_all else sum(self.outgoing)
+
+    @property
+    def first_sent(self) -> int:
+        """Where in its buffer the sent part begins."""
+        return sum(self.incoming[: self.place]) if self.to_all else 0
 
 
 @dataclass(frozen=True)
@@ -118,7 +143,7 @@ def make_steps(plan: MovePlan, rank: int, held: Regions, kept: Regions) -> Steps
     """Of a rank whose trainer has the regions `held` and whose engine has `kept`, both as the plan says."""
     schedule = plan.schedule(rank)
     copies = [copy for piece in schedule.local for copy in _copies(piece, held, kept)]
-    return Steps(tuple(copies), tuple(_step(bucket, held, kept) for bucket in schedule.buckets))
+    return Steps(tuple(copies), tuple(_step(bucket, rank, held, kept) for bucket in schedule.buckets))
 
 
 def _copies(piece: Piece, held: Regions, kept: Regions) -> Iterator[Copy]:
@@ -127,24 +152,37 @@ def _copies(piece: Piece, held: Regions, kept: Regions) -> Iterator[Copy]:
             yield Copy(number, slices_in(common, here), region, slices_in(common, there))
 
 
-def _step(bucket: Bucket, held: Regions, kept: Regions) -> Step:
+def _step(bucket: Bucket, rank: int, held: Regions, kept: Regions) -> Step:
+    sent, received = _elements(bucket.packed), _elements(bucket.receives)
+    to_all, place = bucket.form in TO_ALL, bucket.group.index(rank)
+    if to_all:
+        received[rank] = sum(sent.values())
+    incoming = tuple(received.get(member, 0) for member in bucket.group)
+    outgoing = () if to_all else tuple(sent.get(member, 0) for member in bucket.group)
+    starts = dict(zip(bucket.group, accumulate(incoming, initial=0), strict=False))
     packs: list[Slot] = []
     relays: list[Slot] = []
-    for offset, piece in _offsets(bucket.sends):
+    for offset, piece in _offsets(bucket.packed, starts[rank] if to_all else 0):
         slots, regions = (relays, kept) if piece.relayed else (packs, held)
         found = regions.once_in(piece.tensor, piece.box)
-        slots += [_slot(offset, piece.box, *place) for place in found]
+        slots += [_slot(offset, piece.box, *there) for there in found]
     installs = [
-        _slot(offset, piece.box, *place)
-        for offset, piece in _offsets(bucket.receives)
-        for place in kept.all_in(piece.tensor, piece.box)
+        _slot(offset, piece.box, *there)
+        for parcel in bucket.receives
+        for offset, piece in _offsets([parcel], starts[parcel.peer])
+        for there in kept.all_in(piece.tensor, piece.box)
     ]
-    sent, received = _sizes(bucket.sends, bucket.group), _sizes(bucket.receives, bucket.group)
-    return Step(bucket.stage, bucket.number, bucket.group, sent, received, tuple(packs), tuple(relays), tuple(installs))
+    slots_of_all = tuple(packs), tuple(relays), tuple(installs)
+    return Step(bucket.stage, bucket.number, bucket.form, bucket.group, place, incoming, outgoing, *slots_of_all)
 
 
-def _offsets(parcels: Sequence[Parcel]) -> Iterator[tuple[int, Piece]]:
-    offset = 0
+def _elements(parcels: Sequence[Parcel]) -> dict[int, int]:
+    return {parcel.peer: parcel.elements for parcel in parcels}
+
+
+def _offsets(parcels: Sequence[Parcel], start: int) -> Iterator[tuple[int, Piece]]:
+    """Pieces with the places where they begin in a buffer, one after another from `start` on."""
+    offset = start
     for parcel in parcels:
         for piece in parcel.pieces:
             yield offset, piece
@@ -153,11 +191,6 @@ def _offsets(parcels: Sequence[Parcel]) -> Iterator[tuple[int, Piece]]:
 
 def _slot(offset: int, box: Box, region: int, there: Box, common: Box) -> Slot:
     return Slot(offset, box_size(box), slices_in(common, box), region, slices_in(common, there))
-
-
-def _sizes(parcels: Sequence[Parcel], group: tuple[int, ...]) -> tuple[int, ...]:
-    by_peer = {parcel.peer: parcel.elements for parcel in parcels}
-    return tuple(by_peer.get(rank, 0) for rank in group)
 
 
 @dataclass(frozen=True)

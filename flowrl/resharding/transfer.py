@@ -2,28 +2,30 @@
 
 Every rank makes the same plan (see `plan`) without talking, and replays its own part at every move: what it holds and
 needs itself it copies; what it lacks arrives stage by stage in buckets of bounded size, each one exchange of exact
-parts among the ranks of its group. While a bucket travels the one before is installed.
+parts among the ranks of its group. While a bucket travels the one before is installed: on a GPU collectives have a stream
+of their own, and all copies, which are an order of magnitude faster than links, share the current one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from flowrl.config.model_shape import ModelShape
+from flowrl.resharding.clock import Clock
+from flowrl.resharding.copies import Copies, Pair, copy_all, in_place, pair_up
+from flowrl.resharding.exchange import start
 from flowrl.resharding.families import Box, hf_tensors
 from flowrl.resharding.layouts import Layouts
-from flowrl.resharding.plan import MovePlan, plan_move
-from flowrl.resharding.process_groups import process_group
+from flowrl.resharding.prepare import prepare
 from flowrl.resharding.proof import prove
 from flowrl.resharding.recorder import Recording, place_of
-from flowrl.resharding.steps import Regions, Slot, Step, check_sides, make_counts, make_steps
-from flowrl.resharding.waiting import give_up, wait_for
+from flowrl.resharding.steps import Step
+from flowrl.resharding.world import World, default_world
 
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Most bytes of a bucket, what a rank sends and receives in it together, by device type."""
@@ -47,14 +49,16 @@ class MoveReport:
     """What one move cost this rank.
 
     `received_bytes`: receive buffers given to torch.distributed. `bound_bytes`: the fewest that any plan could receive
-    here. `peak_extra_bytes`: the largest sum of temporary buffers alive at once. `stage_seconds`: until the last bucket
-    of a stage was installed, by stage; `local` is what needed no other rank.
+    here. `peak_extra_bytes`: the largest sum of temporary buffers alive at once. `packed_bytes`: copied into buffers to
+    be sent, not sent from the trainer's own memory. `stage_seconds`: `local` copies; packing and waiting by stage of the
+    plan; `install` of all stages; `meet`, until all ranks are done.
     """
 
     received_bytes: int
     bound_bytes: int
     peak_extra_bytes: int
     num_collectives: int
+    packed_bytes: int
     seconds: float
     stage_seconds: Mapping[str, float]
 
@@ -67,25 +71,38 @@ class _Traffic:
     alive: int = 0
     peak: int = 0
     collectives: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    packed: int = 0
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A step with the places of its reads and writes. `source`: the sent part where it is one run of the trainer's
+    memory; `target`: where all that arrives is one run of the engine's."""
+
+    step: Step
+    packs: tuple[Pair, ...]
+    installs: tuple[Pair, ...]
+    source: torch.Tensor | None
+    target: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class _Travelling:
     """A bucket on its way; `extra` are the bytes of its buffers."""
 
-    step: Step
+    bucket: _Bucket
     incoming: torch.Tensor
     outgoing: torch.Tensor
     extra: int
-    work: Any
+    works: Sequence[Any]
 
 
 class Transfer:
-    """The way from a trainer's weights to an engine's, over all ranks of the default group.
+    """The way from a trainer's weights to an engine's, over all ranks of `world`; None: of the default group.
 
     `recording` says what this rank's engine keeps where in `parameters`, `held` is what this rank's trainer holds; later
-    moves must give the same boxes. Made on all ranks at once.
+    moves must give the same boxes. A rank without an engine has a recording without regions, one without a trainer
+    holds nothing. `held_dtype` is the trainer's, None: as `held`. Made on all ranks at once.
 
     Errors: `ValueError` where the model cannot be cut into the layouts, or trainer or engine differ from the plan.
     """
@@ -99,33 +116,56 @@ class Transfer:
         held: Sequence[Held],
         *,
         bucket_bytes: int | None = None,
+        world: World | None = None,
+        held_dtype: torch.dtype | None = None,
     ) -> None:
         self._recording = recording
         self._places = [place_of(region, parameters[region.parameter]) for region in recording.regions]
         self._shapes = {tensor.name: tensor.shape for tensor in hf_tensors(shape)}
-        self._device = self._places[0].device
-        self._rank = dist.get_rank()
-        self._keys = [(region.name, region.box) for region in held]
-        self._wire_dtype = min(held[0].tensor.dtype, recording.dtype, key=lambda dtype: dtype.itemsize)
-        self.plan = plan_move(
+        self.world = world or default_world(held[0].tensor.device)
+        self._device, self._rank = self.world.device, self.world.rank
+        self._keys = tuple((region.name, region.box) for region in held)
+        self._wire_dtype = min(held_dtype or held[0].tensor.dtype, recording.dtype, key=lambda dtype: dtype.itemsize)
+        prepared = prepare(
             shape,
-            layouts.train,
-            layouts.rollout,
-            layouts.places,
+            layouts,
+            self._rank,
+            self._keys,
+            tuple((region.tensor, region.box) for region in recording.regions),
             element_bytes=self._wire_dtype.itemsize,
             bucket_bytes=bucket_bytes or BUCKET_BYTES[self._device.type],
         )
-        kept_keys = [(region.tensor, region.box) for region in recording.regions]
-        here, there = Regions(self._keys), Regions(kept_keys)
-        check_sides(self.plan, self._rank, here, there)
-        self._steps = make_steps(self.plan, self._rank, here, there)
-        self._counts = make_counts(self.plan, self._rank, here, kept_keys)
-        self._groups = _make_groups(self.plan)
+        self.plan, self._steps, self._counts = prepared.plan, prepared.steps, prepared.counts
+        self._groups = self.world.groups(group.ranks for stage in self.plan.stages for group in stage.groups)
+        self._memory: list[int] | None = None
+        self._own = Copies([], [])
+        self._buckets: list[_Bucket] = []
 
     def _views(self, held: Sequence[Held]) -> list[torch.Tensor]:
-        if [(region.name, region.box) for region in held] != self._keys:
+        if tuple((region.name, region.box) for region in held) != self._keys:
             raise ValueError("the trainer holds other parts of the weights than when the transfer was planned")
         return [region.tensor.detach() for region in held]
+
+    def _bind(self, held: Sequence[Held]) -> None:
+        """Find the places of all reads and writes, unless they are those of the last move."""
+        views = self._views(held)
+        memory = [view.data_ptr() for view in views]
+        if memory == self._memory:
+            return
+        copies = self._steps.copies
+        self._own = Copies(
+            [self._places[copy.region][copy.target] for copy in copies],
+            [views[copy.held][copy.source] for copy in copies],
+        )
+        self._buckets = [self._bound(step, views) for step in self._steps.steps]
+        self._memory = memory
+
+    def _bound(self, step: Step, views: Sequence[torch.Tensor]) -> _Bucket:
+        packs = (*pair_up(step.packs, views), *pair_up(step.relays, self._places))
+        installs = pair_up(step.installs, self._places)
+        source = in_place(packs, step.first_sent, step.sent, self._wire_dtype)
+        target = in_place(installs, 0, sum(step.incoming), self._wire_dtype)
+        return _Bucket(step, packs, installs, source, target)
 
     @torch.no_grad()
     def move(self, held: Sequence[Held]) -> MoveReport:
@@ -133,97 +173,82 @@ class Transfer:
 
         Error: `RuntimeError` naming rank, stage and bucket on all ranks within seconds when one of them has died.
         """
-        start = time.perf_counter()
-        views, traffic = self._views(held), _Traffic()
-        self._copy_own(views)
-        traffic.seconds["local"] = time.perf_counter() - start
+        began = time.perf_counter()
+        clock, traffic = Clock(self._device), _Traffic()
+        self._bind(held)
+        self._own.run()
+        clock.lap("local")
         before: _Travelling | None = None
-        for step in self._steps.steps:
-            if before is not None and before.step.stage != step.stage:
+        for bucket in self._buckets:
+            if before is not None and before.bucket.step.stage != bucket.step.stage:
                 # What the next stage hands on may have come with this bucket.
-                self._finish(before, traffic)
+                self._finish(before, traffic, clock)
                 before = None
-            travelling = self._send(step, views, traffic)
+            travelling = self._send(bucket, traffic)
+            clock.lap(bucket.step.stage)
             if before is not None:
-                self._finish(before, traffic)
+                self._finish(before, traffic, clock)
             before = travelling
         if before is not None:
-            self._finish(before, traffic)
-        self._meet()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            self._finish(before, traffic, clock)
+        # Nobody goes on alone after a failure elsewhere.
+        self.world.all_reduce(torch.zeros(1, device=self._device), "the end of the move")
+        clock.lap("meet")
+        stages = ("local", *(stage.name for stage in self.plan.stages), "install", "meet")
+        stage_seconds = dict.fromkeys(stages, 0.0) | clock.read()
         return MoveReport(
             traffic.received,
             self.plan.bound[self._rank],
             traffic.peak,
             traffic.collectives,
-            time.perf_counter() - start,
-            traffic.seconds,
+            traffic.packed,
+            time.perf_counter() - began,
+            stage_seconds,
         )
 
-    def _copy_own(self, views: Sequence[torch.Tensor]) -> None:
-        for copy in self._steps.copies:
-            self._places[copy.region][copy.target].copy_(views[copy.held][copy.source])
-
-    def _send(self, step: Step, views: Sequence[torch.Tensor], traffic: _Traffic) -> _Travelling:
+    def _send(self, bucket: _Bucket, traffic: _Traffic) -> _Travelling:
         """Pack a bucket and set it on its way."""
-        start = time.perf_counter()
-        outgoing = torch.empty(sum(step.sent), dtype=self._wire_dtype, device=self._device)
-        target = self._direct(step)
-        incoming = (
-            torch.empty(sum(step.received), dtype=self._wire_dtype, device=self._device) if target is None else target
-        )
-        extra = outgoing.nbytes + (incoming.nbytes if target is None else 0)
-        _pack(outgoing, step.packs, views)
-        _pack(outgoing, step.relays, self._places)
-        traffic.received += incoming.nbytes
-        traffic.collectives += 1
+        step, made = bucket.step, []
+        incoming, outgoing = bucket.target, bucket.source
+        if incoming is None:
+            # A rank that sends all it has to all others and receives nothing needs no buffer for its own memory.
+            own_only = step.to_all and not step.received and outgoing is not None
+            incoming = self._buffer(0 if own_only else sum(step.incoming))
+            made.append(incoming)
+        if outgoing is None:
+            buffer = incoming if step.to_all else self._buffer(step.sent)
+            copy_all([pair.of(buffer) for pair in bucket.packs], [pair.view for pair in bucket.packs])
+            outgoing = buffer[step.first_sent : step.first_sent + step.sent]
+            made += [] if step.to_all else [buffer]
+            traffic.packed += outgoing.nbytes
+        extra = sum(buffer.nbytes for buffer in made)
         traffic.alive += extra
         traffic.peak = max(traffic.peak, traffic.alive)
         try:
-            work = dist.all_to_all_single(
-                incoming, outgoing, list(step.received), list(step.sent), self._groups[step.group], async_op=True
-            )
+            works = start(step, incoming, outgoing, self._groups[step.group])
         except RuntimeError as error:
-            raise _broken(self._what(step), error) from error
-        _add(traffic.seconds, step.stage, time.perf_counter() - start)
-        return _Travelling(step, incoming, outgoing, extra, work)
+            raise self.world.broken(self._what(step), error) from error
+        traffic.received += step.received * self._wire_dtype.itemsize
+        traffic.collectives += len(works)
+        return _Travelling(bucket, incoming, outgoing, extra, works)
 
-    def _direct(self, step: Step) -> torch.Tensor | None:
-        """Where the whole bucket is one run of elements of the engine: these, to be received in place."""
-        if len(step.installs) != 1:
-            return None
-        slot = step.installs[0]
-        place = self._places[slot.region][slot.there]
-        whole = place.numel() == sum(step.received) and place.is_contiguous() and place.dtype == self._wire_dtype
-        return place.view(-1) if whole else None
+    def _buffer(self, elements: int) -> torch.Tensor:
+        return torch.empty(elements, dtype=self._wire_dtype, device=self._device)
 
-    def _finish(self, travelling: _Travelling, traffic: _Traffic) -> None:
+    def _finish(self, travelling: _Travelling, traffic: _Traffic, clock: Clock) -> None:
         """Wait for a bucket and install it."""
-        start = time.perf_counter()
-        step, incoming = travelling.step, travelling.incoming
-        try:
-            wait_for(travelling.work, self._device)
-        except RuntimeError as error:
-            raise _broken(self._what(step), error) from error
-        for slot in step.installs:
-            place = self._places[slot.region][slot.there]
-            if place.data_ptr() != incoming.data_ptr():
-                place.copy_(_part(incoming, slot))
+        bucket, incoming = travelling.bucket, travelling.incoming
+        for work in travelling.works:
+            self.world.wait(work, self._what(bucket.step))
+        clock.lap(bucket.step.stage)
+        if bucket.target is None:
+            copy_all([pair.view for pair in bucket.installs], [pair.of(incoming) for pair in bucket.installs])
         traffic.alive -= travelling.extra
-        _add(traffic.seconds, step.stage, time.perf_counter() - start)
+        clock.lap("install")
 
     def _what(self, step: Step) -> str:
-        ranks = ", ".join(map(str, step.group))
-        return f"rank {self._rank}: the exchange of bucket {step.number} of stage {step.stage} among ranks {ranks}"
-
-    def _meet(self) -> None:
-        """Wait until the move is over on all ranks: nobody goes on alone after a failure elsewhere."""
-        try:
-            arrived = dist.all_reduce(torch.zeros(1, device=self._device), async_op=True)
-            wait_for(arrived, self._device)
-        except RuntimeError as error:
-            raise _broken(f"rank {self._rank}: the end of the move", error) from error
+        ranks = ", ".join(self.world.names[rank] for rank in step.group)
+        return f"the exchange of bucket {step.number} of stage {step.stage} among {ranks}"
 
     @torch.no_grad()
     def verify(self, held: Sequence[Held]) -> int:
@@ -233,38 +258,4 @@ class Transfer:
         """
         here = [(name, view) for (name, _), view in zip(self._keys, self._views(held), strict=True)]
         there = list(zip(self._recording.regions, self._places, strict=True))
-        return prove(self._counts, self._shapes, here, there, self._recording.dtype)
-
-
-def _make_groups(plan: MovePlan) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Groups of all stages, made in one order on all ranks; a group of all ranks is there already."""
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    found = {tuple(range(dist.get_world_size())): everyone}
-    for group in (group.ranks for stage in plan.stages for group in stage.groups):
-        if group not in found:
-            found[group] = process_group(group)
-    return found
-
-
-def _broken(what: str, error: RuntimeError) -> RuntimeError:
-    """The error of this rank, told to the others too."""
-    message = f"{what} failed, because a rank has died or given up: {error}"
-    give_up(message)
-    return RuntimeError(message)
-
-
-def _part(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
-    size = 1
-    for length in slot.shape:
-        size *= length
-    return buffer[slot.offset : slot.offset + size].view(slot.shape)[slot.inside]
-
-
-def _pack(buffer: torch.Tensor, slots: Iterable[Slot], sources: Sequence[torch.Tensor]) -> None:
-    for slot in slots:
-        _part(buffer, slot).copy_(sources[slot.region][slot.there])
-
-
-def _add(seconds: dict[str, float], stage: str, more: float) -> None:
-    seconds[stage] = seconds.get(stage, 0.0) + more
+        return prove(self._counts, self._shapes, here, there, self._recording.dtype, self.world)

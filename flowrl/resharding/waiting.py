@@ -6,16 +6,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 _KEY = "flowrl/move-failed"
 _GLANCE = timedelta(seconds=1)
 
 
-def wait_for(work: Any, device: torch.device) -> None:
+def wait_for(work: Any, device: torch.device, store: Any) -> None:
     """Wait for an asynchronous collective, as long as the group's timeout allows and no rank has called `give_up`.
 
-    Gloo tells the death of a rank only to those that exchange with it at that moment; the others learn it from them.
+    Gloo tells the death of a rank only to those that exchange with it at that moment; the others learn it from them,
+    over the `store` of all ranks.
     NCCL has a watchdog for this, and its work ends on a stream, not here.
 
     Error: `RuntimeError` with the collective's own error, or what the rank said that gave up.
@@ -30,18 +30,14 @@ def wait_for(work: Any, device: torch.device) -> None:
         except RuntimeError:
             if work.is_completed():
                 raise
-        if _store().check([_KEY]):
-            raise RuntimeError(_store().get(_KEY).decode())
+        if store.check([_KEY]):
+            raise RuntimeError(store.get(_KEY).decode())
 
 
-def give_up(message: str) -> None:
+def give_up(message: str, store: Any) -> None:
     """Tell all ranks that this one does not go on. A store that is gone with its rank needs no telling."""
     try:
-        if not _store().check([_KEY]):
-            _store().set(_KEY, message)
+        if not store.check([_KEY]):
+            store.set(_KEY, message)
     except RuntimeError:
         return
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # type: 
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import EngineConfig, TrainLayout
+from flowrl.resharding.buffer import hold_together
 from flowrl.resharding.ranks import ParallelSizes, RankPlace
 from flowrl.workers import cuda_on_cpu
 from flowrl.workers.groups import process_groups
@@ -44,6 +45,7 @@ def build_bare(
         made = process_groups(places)
         model = build_model(shape, transformer_config(shape, config), made, head=True, seed=0)
         model.to(device=device, dtype=DTYPES[dtype]).requires_grad_(False)
+        hold_together(dict(model.named_parameters()))
     _mark_gated(model)
     first = model.decoder.layers[0].layer_number - 1, expert_shard(layout, at).experts(shape.num_experts).start
     parameters = {global_name(name, *first): parameter for name, parameter in model.named_parameters()}

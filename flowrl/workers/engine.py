@@ -25,6 +25,7 @@ from flowrl.algorithms.masked import row_weights
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import EngineConfig, OptimConfig
 from flowrl.protocol import DataProto
+from flowrl.resharding.buffer import hold_together
 from flowrl.resharding.families import HEAD, HFTensor
 from flowrl.resharding.layouts import train_places, train_sizes
 from flowrl.resharding.ranks import RankPlace
@@ -107,6 +108,9 @@ class Engine:
         with cuda_on_cpu.active():
             self.groups = process_groups(self.places)
             self._build(seed)
+            if optim is None or not config.distributed_optimizer:
+                # The distributed optimizer makes a buffer of its own, of the same order, when it takes over.
+                hold_together(dict(self._gpt.named_parameters()))
             self._weights.load(self.folder)
             self._load_value_head()
             self._model: Any = self._gpt

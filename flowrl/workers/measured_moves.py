@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flowrl.resharding.baselines import BucketedGather, GatherAll, PerTensorGather, Trained, parameter_forms
+from flowrl.resharding.clock import Clock
 from flowrl.resharding.families import hf_tensors, padded_vocab_size
 from flowrl.resharding.layouts import Layouts, common_places, rollout_places, train_places
 from flowrl.resharding.measure.device import copy_gb_per_second
@@ -72,16 +73,22 @@ class _Side:
 class _Flowrl:
     """flowrl's own engine behind the benchmark's interface."""
 
-    def __init__(self, transfer: Transfer, held: Sequence[HeldRegion]) -> None:
-        self._transfer, self._held = transfer, held
+    def __init__(self, transfer: Transfer, trainer: bare.BareModel, device: torch.device) -> None:
+        self._transfer, self._trainer, self._device = transfer, trainer, device
 
     def move(self) -> dict[str, float]:
-        return dict(self._transfer.move(self._held).stage_seconds)
+        """As the rollout role does it; there is no engine whose prefix cache would be reset."""
+        clock = Clock(self._device)
+        held = self._trainer.held_regions()
+        clock.lap("pause")
+        report = self._transfer.move(held)
+        clock.lap("move")
+        return {"pause": clock.read()["pause"], **report.stage_seconds, "resume": 0.0}
 
     def fingerprint(self) -> bool:
         """Whether the checksums agree; all ranks learn the same."""
         try:
-            self._transfer.verify(self._held)
+            self._transfer.verify(self._trainer.held_regions())
         except ValueError:
             return False
         return True
@@ -90,7 +97,8 @@ class _Flowrl:
 def flowrl_engine(job: Job, side: _Side) -> _Flowrl:
     """flowrl's engine for one numbering. Collective."""
     layouts = Layouts(job.train, job.rollout, tuple(side.places))
-    return _Flowrl(Transfer(side.recording, side.parameters, job.shape, layouts, side.held), side.held)
+    transfer = Transfer(side.recording, side.parameters, job.shape, layouts, side.held)
+    return _Flowrl(transfer, side.trainer, side.held[0].tensor.device)
 
 
 class _Bench:

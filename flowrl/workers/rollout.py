@@ -14,6 +14,7 @@ from flowrl.config.machine import find_machine
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import RolloutConfig
 from flowrl.protocol import DataProto, Metric, Ragged
+from flowrl.resharding.clock import Clock
 from flowrl.resharding.families import HFTensor, hf_tensors
 from flowrl.resharding.layouts import Layouts, common_places, rollout_places, rollout_sizes
 from flowrl.resharding.ranks import ParallelSizes, RankPlace
@@ -199,16 +200,23 @@ class RolloutWorker(Worker):
         and tensor where the engine differs from the trainer afterwards.
         """
         transfer = self._transfer_from(actor)
+        clock = Clock(self.device)
         held = actor.held_regions()
+        clock.lap("pause")
         report = transfer.move(held)
+        clock.lap("move")
         self._engine.reset_prefix_cache()
+        clock.lap("resume")
+        around = clock.read()
+        seconds = {f"reshard/{part}_seconds": around[part] for part in ("pause", "resume")}
         self._weights_version += 1
         every = self._config.fingerprint_every
         if every and self._weights_version % every == 0:
             start = time.perf_counter()
             extra = transfer.verify(held)
-            return self._moved(report, extra, {"reshard/fingerprint_seconds": time.perf_counter() - start}, proven=True)
-        return self._moved(report, 0, {}, proven=False)
+            seconds["reshard/fingerprint_seconds"] = time.perf_counter() - start
+            return self._moved(report, extra, seconds, proven=True)
+        return self._moved(report, 0, seconds, proven=False)
 
     def _transfer_from(self, actor: WeightSource) -> Transfer:
         """The plan for this actor, made at its first move."""
@@ -227,8 +235,10 @@ class RolloutWorker(Worker):
             "reshard/bound_bytes_max": float(report.bound_bytes),
             "reshard/peak_extra_bytes_max": float(max(report.peak_extra_bytes, extra_bytes)),
             "reshard/num_collectives_max": float(report.num_collectives),
+            "reshard/packed_bytes_max": float(report.packed_bytes),
             "reshard/move_seconds": report.seconds,
         } | seconds
+        figures |= {f"reshard/{stage}_seconds": spent for stage, spent in report.stage_seconds.items()}
         largest = torch.tensor(list(figures.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         metrics = {name: Metric.max(value) for name, value in zip(figures, largest.tolist(), strict=True)}

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from flowrl.resharding.measure.processes import run_ranks
-from flowrl.workers.environment import process_environment
 
 SCENARIOS = str(Path(__file__).parent.parent / "workers")
 
@@ -26,7 +25,11 @@ def run(world: int, function: str, *args: Any, device: str = "cuda") -> list[Any
 
 def enter(device: str, function: str, args: tuple[Any, ...]) -> Any:
     """In a process: choose its device before anything of flowrl's workers is imported, and run the function."""
-    os.environ.update(process_environment(device, 1))
+    if device == "cpu":
+        # Before anything asks whether there is a GPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        vars(torch.cuda)["is_available"] = lambda: False
+    os.environ.update(importlib.import_module("flowrl.workers.environment").process_environment(device, 1))
     through_host = device == "cuda" and dist.get_backend() == "gloo"
     os.environ["FLOWRL_TEST_DEVICE"] = device if device == "cpu" else f"cuda:{0 if through_host else dist.get_rank()}"
     sys.path.insert(0, SCENARIOS)

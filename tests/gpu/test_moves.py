@@ -51,3 +51,21 @@ def test_a_gpu_finds_the_checksum_of_the_cpu(dtype: torch.dtype, rows: int, colu
         assert int(checksum(view, box, shape, dtype)) == int(expected)
         together = checksums([(1, view, box, shape)] * 2, 3, dtype, view.device)
         assert together.tolist() == [0, int(expected + expected), 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_copies_at_once_are_exact_and_write_nothing_else(dtype: torch.dtype) -> None:
+    """Flat ones of all sizes, columns, rounded ones, and some that no kernel takes."""
+    from flowrl.resharding.copies import copy_all
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = [1, 7, 8, 64, 4096, 70001, 1 << 20]
+    flat = [torch.randn(size, generator=generator).to("cuda", dtype) for size in sizes]
+    wide = [torch.randn(33, 300, generator=generator).to("cuda", dtype) for _ in range(3)]
+    sources = [*flat, wide[0][:, 16:160], wide[1][5:9, 3:7], wide[2].float()]
+    room = [torch.full((source.numel() + 64,), 5.0, dtype=dtype, device="cuda") for source in sources]
+    targets = [place[32:-32].view(source.shape) for place, source in zip(room, sources, strict=True)]
+    copy_all(targets, sources)
+    for place, target, source in zip(room, targets, sources, strict=True):
+        assert torch.equal(target, source.to(dtype))
+        assert bool((place[:32] == 5).all()) and bool((place[-32:] == 5).all())

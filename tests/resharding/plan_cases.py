@@ -6,13 +6,15 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding import families
+from flowrl.resharding.buffer import hold_together
 from flowrl.resharding.families import Box
 from flowrl.resharding.needs import rank_needs
 from flowrl.resharding.plan import MovePlan
-from flowrl.resharding.plan.move import Parcel
+from flowrl.resharding.plan.move import TO_ALL, Parcel
 from flowrl.resharding.plan.tables import train_stage_layers
 from flowrl.resharding.ranks import ParallelSizes, RankPlace
 
@@ -34,19 +36,48 @@ MOE = replace(
 MIXTRAL = replace(MOE, architecture="MixtralForCausalLM", qk_norm=False, num_layers=3)
 
 
+def parameters_of(shape: ModelShape, sizes: ParallelSizes, place: RankPlace) -> list[families.Parameter]:
+    """What a training rank holds, in the order of Megatron's models."""
+    if place.train is None:
+        return []
+    at, shard = place.train, families.ExpertShard(sizes.ep, place.train.ep, sizes.etp, place.train.etp)
+    found: list[families.Parameter] = []
+    parts = [range(0), *(range(layer, layer + 1) for layer in train_stage_layers(shape.num_layers, sizes)[at.pp])]
+    for first, last, layers in (
+        (at.pp == 0, False, parts[0]),
+        *((False, False, layer) for layer in parts[1:]),
+        (False, at.pp == sizes.pp - 1, parts[0]),
+    ):
+        # A tied head is the embedding itself on a single stage, and stage_parameters sees one end at a time here.
+        alone = shape.tied and last and at.pp == 0
+        common = dict(tp=sizes.tp, tp_rank=at.tp, layers=layers, first=first, last=last, shard=shard)
+        found += families.stage_parameters(shape, **common, head=not alone)
+    return found
+
+
 def held_by(shape: ModelShape, sizes: ParallelSizes, place: RankPlace) -> dict[str, list[Box]]:
     """Boxes of a training rank, straight from the tables of Megatron's parameters."""
-    if place.train is None:
-        return {}
-    at, boxes = place.train, defaultdict(list)
-    for layer in (None, *train_stage_layers(shape.num_layers, sizes)[at.pp]):
-        common = dict(tp=sizes.tp, tp_rank=at.tp, layers=range(0) if layer is None else range(layer, layer + 1))
-        common |= dict(first=layer is None and at.pp == 0, last=layer is None and at.pp == sizes.pp - 1)
-        shard = families.ExpertShard(ep=sizes.ep, ep_rank=at.ep, etp=sizes.etp, etp_rank=at.etp)
-        for parameter in families.stage_parameters(shape, **common, shard=shard):
-            for piece in parameter.pieces:
-                boxes[piece.tensor].append(piece.source)
+    boxes = defaultdict(list)
+    for parameter in parameters_of(shape, sizes, place):
+        for piece in parameter.pieces:
+            boxes[piece.tensor].append(piece.source)
     return dict(boxes)
+
+
+def trained_by(
+    shape: ModelShape, sizes: ParallelSizes, place: RankPlace, tensors: dict[str, torch.Tensor]
+) -> tuple[list[tuple[str, Box]], list[torch.Tensor]]:
+    """Regions of a training rank whose parameters are held together, and their views; values are those of `tensors`."""
+    dtype, table = next(iter(tensors.values())).dtype, parameters_of(shape, sizes, place)
+    parameters = {
+        row.name: torch.nn.Parameter(torch.zeros(row.shape, dtype=dtype), requires_grad=False) for row in table
+    }
+    hold_together(parameters)
+    keys, views = [], []
+    for piece, parameter in ((piece, parameters[row.name]) for row in table for piece in row.pieces):
+        views.append(parameter.data[index(piece.target)].copy_(tensors[piece.tensor][index(piece.source)]))
+        keys.append((piece.tensor, piece.source))
+    return keys, views
 
 
 def needed_by(shape: ModelShape, sizes: ParallelSizes, place: RankPlace) -> dict[str, list[Box]]:
@@ -94,8 +125,9 @@ def replay(
         for rank, schedule in enumerate(schedules):
             for bucket in (bucket for bucket in schedule.buckets if bucket.stage == stage.name):
                 assert rank in bucket.group and list(bucket.group) == sorted(bucket.group)
-                moved = sum(parcel.elements for parcel in (*bucket.sends, *bucket.receives)) * plan.element_bytes
+                moved = sum(parcel.elements for parcel in (*bucket.packed, *bucket.receives)) * plan.element_bytes
                 assert moved <= stage.largest_bucket[rank]
+                assert bucket.form not in TO_ALL or len({parcel.pieces for parcel in bucket.sends}) <= 1
                 for parcel in bucket.sends:
                     assert parcel.peer in bucket.group
                     posted[rank, parcel.peer, bucket.number] = parcel

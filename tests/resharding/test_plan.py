@@ -138,20 +138,79 @@ def test_stages_split_the_bytes_as_the_theory_says() -> None:
     train, rollout = ParallelSizes(tp=4, pp=2), ParallelSizes(tp=2)
     made = plan_move(WIDE, train, rollout, numbering(8, train, rollout))
     pp, tp = made.stages
-    assert (pp.name, pp.form, [group.ranks for group in pp.groups]) == (
+    assert (pp.name, pp.forms, [group.ranks for group in pp.groups]) == (
         "pp",
-        "all_gather",
+        ("all_gather",),
         [(0, 4), (1, 5), (2, 6), (3, 7)],
     )
-    assert (tp.name, tp.form, [group.ranks for group in tp.groups]) == (
+    assert (tp.name, tp.forms, [group.ranks for group in tp.groups]) == (
         "tp",
-        "all_gather",
+        ("all_gather",),
         [(0, 1), (2, 3), (4, 5), (6, 7)],
     )
     model = 2 * WIDE.num_parameters
     assert sum(pp.received) / 8 == pytest.approx(model / 4 * (1 - 1 / 2), rel=0.02)
     assert sum(tp.received) / 8 == pytest.approx(model * (1 / 2 - 1 / 4), rel=0.02)
     assert max(pp.sent) < 1.2 * max(pp.received) and max(tp.sent) < 1.2 * max(tp.received)
+
+
+@pytest.mark.parametrize(
+    ("world", "train", "rollout", "forms"),
+    [
+        (128, ParallelSizes(tp=8, pp=4), ParallelSizes(tp=4), {"pp": "all_gather", "tp": "all_gather"}),
+        (128, ParallelSizes(tp=8, pp=4), ParallelSizes(tp=2), {"pp": "all_gather", "tp": "all_gather"}),
+        (128, ParallelSizes(tp=8, pp=4), ParallelSizes(tp=8), {"pp": "all_gather"}),
+        (128, ParallelSizes(tp=8, pp=4), ParallelSizes(tp=8, pp=2), {"pp": "all_gather"}),
+        (128, ParallelSizes(tp=8, pp=4), ParallelSizes(tp=4, pp=4), {"tp": "all_gather"}),
+        (32, ParallelSizes(tp=8, pp=4), ParallelSizes(), {"pp": "all_gather", "tp": "all_gather"}),
+    ],
+)
+def test_what_goes_to_all_others_is_gathered(
+    world: int, train: ParallelSizes, rollout: ParallelSizes, forms: dict[str, str]
+) -> None:
+    """Nested dense layouts: norms, which any tensor-parallel rank could import, make no stage irregular."""
+    made = plan_move(SHAPES["llama-70b"], train, rollout, numbering(world, train, rollout))
+    found = {stage.name: stage.forms for stage in made.stages if stage.name != "node"}
+    assert found == {name: (form,) for name, form in forms.items()}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "form", "size"),
+    [
+        (ParallelSizes(), "all_gather", 8),
+        (ParallelSizes(tp=4), "all_to_all", 8),
+        (ParallelSizes(tp=4, ep=4), "all_gather", 2),
+    ],
+)
+def test_experts_are_gathered_only_among_ranks_that_want_every_one_whole(
+    rollout: ParallelSizes, form: str, size: int
+) -> None:
+    """PAR-08: slices of experts are exchanged exactly."""
+    made = plan(SHAPES["qwen3-30b-a3b"], 8, ParallelSizes(ep=8), rollout)
+    (stage,) = [stage for stage in made.stages if stage.name == "ep"]
+    assert {(group.form, len(group.ranks)) for group in stage.groups} == {(form, size)}
+    assert made.received == made.bound
+
+
+def test_what_comes_from_one_rank_is_broadcast() -> None:
+    """An engine of one rank for every stage but the first: the embedding comes from the first one alone."""
+    train, rollout = ParallelSizes(pp=2, first_stage_layers=7), ParallelSizes(pp=2)
+    made = plan_move(DENSE, train, rollout, numbering(2, train, rollout))
+    (stage,) = made.stages
+    assert [(group.ranks, group.form) for group in stage.groups] == [((0, 1), "broadcast")]
+    assert min(made.received) == 0 < max(made.received)
+
+
+def test_a_rank_packs_once_what_goes_to_all_others() -> None:
+    """Buckets of the same size then carry what three peers would else get in their own copies each."""
+    train, rollout = ParallelSizes(tp=4), ParallelSizes()
+    made = plan_move(WIDE, train, rollout, numbering(4, train, rollout), bucket_bytes=20_000)
+    (stage,) = made.stages
+    assert stage.sent[0] == 3 * (made.received[0] // 3)
+    needed = (made.received[0] + stage.sent[0] // 3) / 20_000
+    assert needed <= stage.groups[0].num_buckets <= 1.5 * needed + 1
+    for bucket in made.schedule(0).buckets:
+        assert sum(parcel.elements for parcel in (*bucket.packed, *bucket.receives)) * 2 <= 20_000
 
 
 GB_70B = {(8, 4): 0, (4, 4): 4.41, (8, 2): 4.41, (8, 1): 13.23, (4, 1): 30.87, (2, 1): 66.14, (16, 4): 0, (16, 1): 6.74}

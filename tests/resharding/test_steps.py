@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import DENSE, TIED, held_by, index, needed_by
+from plan_cases import DENSE, TIED, held_by, index, needed_by, trained_by
 from test_plan import MODELS, SHAPE_OF_TENSORS, cases, plan
 
+from flowrl.resharding.copies import copy_all, in_place, pair_up
 from flowrl.resharding.families import Box
 from flowrl.resharding.plan import MovePlan
 from flowrl.resharding.ranks import ParallelSizes
 from flowrl.resharding.regions import num_elements
-from flowrl.resharding.steps import Regions, Slot, Steps, check_sides, make_counts, make_steps
+from flowrl.resharding.steps import Regions, Steps, check_sides, make_counts, make_steps
 
 Keys = list[tuple[str, Box]]
 
@@ -32,13 +35,8 @@ def numbered(name: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def part(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
-    count = torch.Size(slot.shape).numel()
-    return buffer[slot.offset : slot.offset + count].view(slot.shape)[slot.inside]
-
-
 def carry_out(
-    made: MovePlan, steps: list[Steps], held: list[list[torch.Tensor]], kept: list[list[torch.Tensor]]
+    made: MovePlan, steps: list[Steps], held: Sequence[list[torch.Tensor]], kept: list[list[torch.Tensor]]
 ) -> None:
     """Bucket after bucket, with lists in place of a transport."""
     for rank, there in enumerate(steps):
@@ -46,20 +44,27 @@ def carry_out(
             kept[rank][copy.region][copy.target] = held[rank][copy.held][copy.source]
     for stage in made.stages:
         sent: dict[tuple[int, int, int], torch.Tensor] = {}
+        buffers: dict[tuple[int, int], torch.Tensor] = {}
         mine = [(rank, step) for rank, there in enumerate(steps) for step in there.steps if step.stage == stage.name]
         for rank, step in mine:
-            outgoing = torch.zeros(sum(step.sent), dtype=torch.int64)
-            for slots, sources in ((step.packs, held[rank]), (step.relays, kept[rank])):
-                for slot in slots:
-                    part(outgoing, slot).copy_(sources[slot.region][slot.there])
-            assert (outgoing > 0).all(), "a part of the buffer was not packed"
-            for peer, values in zip(step.group, outgoing.split(step.sent), strict=True):
+            assert step.group[step.place] == rank
+            incoming = buffers[rank, step.number] = torch.zeros(sum(step.incoming), dtype=torch.int64)
+            buffer = incoming if step.to_all else torch.zeros(sum(step.outgoing), dtype=torch.int64)
+            packs = (*pair_up(step.packs, held[rank]), *pair_up(step.relays, kept[rank]))
+            copy_all([pair.of(buffer) for pair in packs], [pair.view for pair in packs])
+            own = buffer[step.first_sent : step.first_sent + step.sent]
+            assert (own > 0).all(), "a part of the buffer was not packed"
+            if (memory := in_place(packs, step.first_sent, step.sent, torch.int64)) is not None:
+                assert torch.equal(memory, own)
+            parts = [own] * len(step.group) if step.to_all else own.split(step.outgoing)
+            for peer, values in zip(step.group, parts, strict=True):
                 sent[rank, peer, step.number] = values
         for rank, step in mine:
             parts = [sent[peer, rank, step.number] for peer in step.group]
-            assert tuple(map(len, parts)) == step.received
-            for slot in step.installs:
-                kept[rank][slot.region][slot.there] = part(torch.cat(parts), slot)
+            assert tuple(map(len, parts)) == step.incoming
+            buffers[rank, step.number].copy_(torch.cat(parts))
+            installs = pair_up(step.installs, kept[rank])
+            copy_all([pair.view for pair in installs], [pair.of(buffers[rank, step.number]) for pair in installs])
 
 
 @given(cases(), st.sampled_from((200, 2000, 10**9)))
@@ -71,12 +76,11 @@ def test_every_element_arrives_at_its_place(
     name, world, train, rollout = case
     shape, tensors = MODELS[name], numbered(name)
     made = plan(shape, world, train, rollout, bucket_bytes=bucket_bytes)
-    held_keys = [keys_of(held_by(shape, train, place)) for place in made.places]
+    held_keys, held = zip(*(trained_by(shape, train, place, tensors) for place in made.places), strict=True)
     kept_keys = [keys_of(needed_by(shape, rollout, place)) for place in made.places]
     sides = [(Regions(here), Regions(there)) for here, there in zip(held_keys, kept_keys, strict=True)]
     for rank, (here, there) in enumerate(sides):
         check_sides(made, rank, here, there)
-    held = [[tensors[tensor][index(box)] for tensor, box in keys] for keys in held_keys]
     kept = [[torch.zeros_like(tensors[tensor][index(box)]) for tensor, box in keys] for keys in kept_keys]
     carry_out(made, [make_steps(made, rank, *there) for rank, there in enumerate(sides)], held, kept)
     for keys, found in zip(kept_keys, kept, strict=True):

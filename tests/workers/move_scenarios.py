@@ -76,21 +76,24 @@ def _move(role: RolloutWorker, source: ActorWorker, bucket_bytes: int) -> MoveRe
 
 
 def die_in_a_bucket(folder: Path, cell: Cell, setup: Setup, victim: int, bucket: int) -> tuple[str, float] | None:
-    """The error of a move in which rank `victim` dies after sending `bucket` buckets, and seconds until it came."""
+    """The error of a move in which rank `victim` dies before collective number `bucket`, and seconds until it came."""
     source, role = pair(folder, folder, cell, setup)
     transfer = transfer_of(role, source, 8192)
-    exchange, count = dist.all_to_all_single, 0
+    count = 0
 
-    def die(*arguments: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count > bucket:
-            os._exit(1)
-        return exchange(*arguments, **options)
+    def dying(exchange: Any) -> Any:
+        def die(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > bucket:
+                os._exit(1)
+            return exchange(*arguments, **options)
+
+        return die
 
     dist.barrier()
     if dist.get_rank() == victim:
-        dist.all_to_all_single = die
+        dist.all_to_all_single, dist.broadcast = dying(dist.all_to_all_single), dying(dist.broadcast)
     start = time.monotonic()
     try:
         transfer.move(source.held_regions())

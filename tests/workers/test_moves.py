@@ -12,6 +12,8 @@ from processes import run
 from rollout_scenarios import Setup
 from scenarios import Cell
 
+from flowrl.resharding.transfer import MoveReport
+
 BUCKET_BYTES = 1 << 16
 
 
@@ -21,20 +23,27 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("numbered")
     folders = {name: make_model(root / name, name) for name in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral")}
     folders["tied"] = make_model(root / "tied", "Llama", tie_word_embeddings=True, num_hidden_layers=5)
+    folders["even"] = make_model(root / "even", "Llama", vocab_size=192)
     folders["wide"] = make_model(root / "wide", "Llama", num_attention_heads=8, num_key_value_heads=4)
     return {name: number_elements(folder) for name, folder in folders.items()}
 
 
 def check(folder: Path, world: int, pairs: list[Pair]) -> dict[Pair, list[int]]:
     """Every parameter is as vLLM loads it and every rank received its bound; returns received bytes by rank."""
-    received: dict[Pair, list[int]] = {}
+    reports = moved(folder, world, pairs)
+    return {pair: [report.received_bytes for report in there] for pair, there in reports.items()}
+
+
+def moved(folder: Path, world: int, pairs: list[Pair]) -> dict[Pair, list[MoveReport]]:
+    """As `check`; returns the report of every rank."""
+    reports: dict[Pair, list[MoveReport]] = {}
     for result in run(world, exact_moves, folder, pairs, BUCKET_BYTES):
         assert sorted(map(str, result)) == sorted(map(str, set(pairs)))
         for pair, (wrong, report) in result.items():
             assert wrong == [], pair
             assert report.received_bytes == report.bound_bytes, pair
-            received.setdefault(pair, []).append(report.received_bytes)
-    return received
+            reports.setdefault(pair, []).append(report)
+    return reports
 
 
 def test_two_ranks_receive_what_they_lack_and_no_byte_more(numbered: dict[str, Path]) -> None:
@@ -42,6 +51,14 @@ def test_two_ranks_receive_what_they_lack_and_no_byte_more(numbered: dict[str, P
     pairs = [(Cell(tp=2), Setup()), (Cell(), Setup(tp=2)), (Cell(pp=2), Setup(tp=2))]
     received = check(numbered["Llama"], 2, pairs)
     assert [max(received[pair]) > 0 for pair in pairs] == [True, False, True]
+
+
+def test_pipeline_stages_are_sent_from_the_trainers_own_memory(numbered: dict[str, Path]) -> None:
+    """PAR-04: flowrl's continuous buffer and that of the distributed optimizer; nothing is packed."""
+    pairs = [(Cell(pp=2), Setup()), (Cell(pp=2, distributed_optimizer=True), Setup())]
+    for there in moved(numbered["even"], 2, pairs).values():
+        assert all(report.packed_bytes == 0 < report.received_bytes for report in there)
+        assert all({"local", "pp", "install", "meet"} == report.stage_seconds.keys() for report in there)
 
 
 @pytest.mark.slow
@@ -54,7 +71,7 @@ def test_moves_over_the_grid_of_two_ranks_are_exact(numbered: dict[str, Path]) -
 
 def test_four_ranks_receive_what_they_lack_and_no_byte_more(numbered: dict[str, Path]) -> None:
     """PAR-04, PAR-05: generation groups are strided where training has the larger tensor-parallel size."""
-    check(numbered["Llama"], 4, [(Cell(tp=2, pp=2), Setup(tp=4)), (Cell(tp=4), Setup(tp=2))])
+    check(numbered["Llama"], 4, [(Cell(tp=2, pp=2), Setup(tp=4)), (Cell(tp=4), Setup(tp=2)), (Cell(tp=4), Setup())])
 
 
 def test_two_ranks_receive_the_experts_that_they_lack_and_no_byte_more(numbered: dict[str, Path]) -> None:
@@ -101,7 +118,13 @@ def test_moves_of_eight_ranks_are_exact(numbered: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "cell", "setup"), [(2, Cell(tp=2), Setup()), (4, Cell(tp=2, pp=2), Setup())], ids=["two", "four"]
+    ("world", "cell", "setup"),
+    [
+        (2, Cell(tp=2), Setup()),
+        (4, Cell(tp=2, pp=2), Setup()),
+        pytest.param(4, Cell(tp=4), Setup(), marks=pytest.mark.slow),
+    ],
+    ids=["exchange", "exchange-among-others", "gather"],
 )
 def test_a_death_inside_a_stage_ends_the_move_of_all_others(
     numbered: dict[str, Path], world: int, cell: Cell, setup: Setup

@@ -74,7 +74,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.received += received_bytes(name, args)
             self.num_collectives += name not in ("barrier", "monitored_barrier_")
             return result
-        self.num_copies += name in ("copy_", "_foreach_copy_", "cat", "clone", "_to_copy", "index_copy_", "index")
+        self.num_copies += name in ("copy_", "cat", "clone", "_to_copy", "index_copy_", "index")
+        self.num_copies += len(args[0]) if name == "_foreach_copy_" else 0
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.device.type != "meta":
                 self._see(leaf.untyped_storage())

@@ -112,7 +112,7 @@ def _stage_figures(stage: Stage, ranks: list[int]) -> dict[str, Any]:
         "received_bytes_max": max(received),
         "received_bytes_mean": sum(received) / len(received),
         "sent_bytes_max": max(stage.sent),
-        "form": stage.form,
+        "form": " + ".join(stage.forms),
         "group_ranks_max": max(len(group.ranks) for group in stage.groups),
         "num_buckets_max": max(group.num_buckets for group in stage.groups),
     }

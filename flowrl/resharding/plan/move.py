@@ -2,14 +2,15 @@
 
 A stage is carried out in groups of ranks between which nothing travels. In a group with n buckets, bucket i carries
 the i-th n-th (to whole rows) of what every pair of ranks exchanges, so n follows from sums over pairs and all members
-agree on it without talking.
+agree on it without talking. So is the form of a group's exchange: where all that a rank sends goes to all others, it is
+packed once and not once per peer. No form brings a byte that its receiver does not need.
 """
 
 from __future__ import annotations
 
 import gc
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,14 +24,21 @@ from flowrl.resharding.plan.units import Unit, bits, make_units
 from flowrl.resharding.ranks import ParallelSizes, RankPlace
 
 BUCKET_BYTES = 256 << 20
-Form = Literal["all_gather", "all_to_all", "point_to_point"]
+Form = Literal["broadcast", "all_gather", "all_to_all", "point_to_point"]
+TO_ALL: frozenset[Form] = frozenset({"broadcast", "all_gather"})
+"""Forms in which a rank sends the same to all others."""
 
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Ranks that exchange something in a stage, ascending, and the number of buckets that they do it in."""
+    """Ranks that exchange something in a stage, ascending, the form of it and the number of buckets.
+
+    `broadcast`: all comes from one rank and goes to all others. `all_gather`: so it is from several ranks, each with a
+    part of any size. `point_to_point`: pairs are irregular. Else `all_to_all` of exact parts.
+    """
 
     ranks: tuple[int, ...]
+    form: Form
     num_buckets: int
 
 
@@ -38,12 +46,10 @@ class StageGroup:
 class Stage:
     """One stage; `received` and `sent` are bytes per rank, the `_network` ones those that cross nodes.
 
-    `form`: `all_gather` where in every group each member sends the same to all others; `point_to_point` where pairs are
-    irregular; else `all_to_all` of exact parts.
+    `largest_bucket`: bytes of the buffers of a rank's largest bucket, what it receives and what it packs.
     """
 
     name: str
-    form: Form
     shipments: tuple[Shipment, ...]
     groups: tuple[StageGroup, ...]
     received: tuple[int, ...]
@@ -51,6 +57,11 @@ class Stage:
     received_network: tuple[int, ...]
     sent_network: tuple[int, ...]
     largest_bucket: tuple[int, ...]
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """Forms of its groups, each once."""
+        return tuple(dict.fromkeys(group.form for group in self.groups))
 
 
 class Piece(NamedTuple):
@@ -83,6 +94,11 @@ class Bucket:
     number: int
     receives: tuple[Parcel, ...]
     sends: tuple[Parcel, ...]
+
+    @property
+    def packed(self) -> tuple[Parcel, ...]:
+        """Parcels that the sent buffer holds: one, where all peers get the same."""
+        return self.sends[:1] if self.form in TO_ALL else self.sends
 
 
 @dataclass(frozen=True)
@@ -122,11 +138,11 @@ class MovePlan:
         return sum(sum(stage.received_network) for stage in self.stages)
 
     def num_buckets(self, rank: int) -> int:
-        """Buckets that a rank takes part in: its collectives, or batches of point-to-point operations."""
+        """Buckets that a rank takes part in: its collectives."""
         return sum(group.num_buckets for stage in self.stages for group in stage.groups if rank in group.ranks)
 
     def peak_extra(self, rank: int) -> int:
-        """Most bytes of buckets alive at once: one travels (what it receives and sends) while the next is packed or
+        """Most bytes of buckets alive at once: one travels (what it receives and packs) while the next is packed or
         the one before installed."""
         sizes: list[int] = []
         for stage in self.stages:
@@ -238,34 +254,61 @@ def _stage(
             sent_network[source] += size
         row = units[number].max_row_elements * element_bytes
         rows[source, target] = max(row, rows.get((source, target), 0))
-    slack = [0] * world
-    for (source, target), row in rows.items():
-        slack[source] += row
-        slack[target] += row
     groups, largest = [], [0] * world
-    for ranks in components(shipments, world):
-        count = max(_num_buckets(received[rank] + sent[rank], slack[rank], bucket_bytes) for rank in ranks)
-        groups.append(StageGroup(ranks, count))
+    for ranks, own in _by_group(shipments, world):
+        form: Form = "point_to_point" if name == "p2p" else _form(own, len(ranks))
+        packed, slack = _buffers(own, form, rows, sent)
+        moved = {rank: received[rank] + packed[rank] for rank in ranks}
+        count = max(_num_buckets(moved[rank], slack[rank], bucket_bytes) for rank in ranks)
+        groups.append(StageGroup(ranks, form, count))
         for rank in ranks:
-            moved = received[rank] + sent[rank]
-            largest[rank] = moved if count == 1 else min(moved, -(-moved // count) + slack[rank])
-    form = "point_to_point" if name == "p2p" else _form(shipments, groups)
+            size = moved[rank]
+            largest[rank] = size if count == 1 else min(size, -(-size // count) + slack[rank])
     traffic = (tuple(received), tuple(sent), tuple(received_network), tuple(sent_network))
-    return Stage(name, form, tuple(shipments), tuple(groups), *traffic, tuple(largest))
+    return Stage(name, tuple(shipments), tuple(groups), *traffic, tuple(largest))
+
+
+def _by_group(shipments: Sequence[Shipment], world: int) -> list[tuple[tuple[int, ...], list[Shipment]]]:
+    """Groups of ranks with what travels in them."""
+    found: list[tuple[tuple[int, ...], list[Shipment]]] = [(ranks, []) for ranks in components(shipments, world)]
+    inside = {rank: own for ranks, own in found for rank in ranks}
+    for shipment in shipments:
+        inside[shipment.source].append(shipment)
+    return found
+
+
+def _form(shipments: Sequence[Shipment], size: int) -> Form:
+    """Of the exchange in a group of `size` ranks."""
+    targets: dict[tuple[int, int], int] = {}
+    for number, source, _ in shipments:
+        targets[number, source] = targets.get((number, source), 0) + 1
+    if any(count < size - 1 for count in targets.values()):
+        return "all_to_all"
+    return "all_gather" if len({source for _, source in targets}) > 1 else "broadcast"
+
+
+def _buffers(
+    shipments: Sequence[Shipment], form: Form, rows: Mapping[tuple[int, int], int], sent: Sequence[int]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """By rank of a group: bytes that it packs, and those by which a bucket may exceed its share, because the part of
+    every pair is cut between rows, of which the longest has `rows` bytes."""
+    peers: dict[int, set[int]] = {}
+    for _, source, target in shipments:
+        peers.setdefault(source, set()).add(target)
+        peers.setdefault(target, set())
+    packed, slack = {}, dict.fromkeys(peers, 0)
+    for source, targets in peers.items():
+        packed[source] = sent[source] // len(targets) if targets and form in TO_ALL else sent[source]
+        lengths = [rows[source, target] for target in targets]
+        slack[source] += max(lengths, default=0) if form in TO_ALL else sum(lengths)
+        for target, length in zip(targets, lengths, strict=True):
+            slack[target] += length
+    return packed, slack
 
 
 def _num_buckets(moved: int, slack: int, bucket_bytes: int) -> int:
     """Fewest buckets of at most `bucket_bytes`. A pair's part is cut between rows: each pair may exceed its share by one."""
     return 1 if moved <= bucket_bytes else -(-moved // max(bucket_bytes - slack, bucket_bytes // 8, 1))
-
-
-def _form(shipments: Sequence[Shipment], groups: Sequence[StageGroup]) -> Form:
-    size = {rank: len(group.ranks) for group in groups for rank in group.ranks}
-    targets: dict[tuple[int, int], int] = {}
-    for number, source, _ in shipments:
-        targets[number, source] = targets.get((number, source), 0) + 1
-    everyone = all(count == size[source] - 1 for (_, source), count in targets.items())
-    return "all_gather" if everyone else "all_to_all"
 
 
 def _stage_buckets(stage: Stage, units: Sequence[Unit], rank: int) -> Iterator[Bucket]:
@@ -281,11 +324,14 @@ def _stage_buckets(stage: Stage, units: Sequence[Unit], rank: int) -> Iterator[B
         elif source == rank:
             outgoing.setdefault(target, []).append(number)
     receives = {peer: _cut(_pieces(units, numbers, peer), count) for peer, numbers in sorted(incoming.items())}
-    sends = {peer: _cut(_pieces(units, numbers, rank), count) for peer, numbers in sorted(outgoing.items())}
+    sends: dict[int, list[tuple[Piece, ...]]] = {}
+    for peer, numbers in sorted(outgoing.items()):
+        same = next(iter(sends.values()), None) if group.form in TO_ALL else None
+        sends[peer] = same or _cut(_pieces(units, numbers, rank), count)
     for number in range(count):
         yield Bucket(
             stage.name,
-            stage.form,
+            group.form,
             group.ranks,
             number,
             tuple(Parcel(peer, parts[number]) for peer, parts in receives.items() if parts[number]),
@@ -294,12 +340,13 @@ def _stage_buckets(stage: Stage, units: Sequence[Unit], rank: int) -> Iterator[B
 
 
 def _pieces(units: Sequence[Unit], numbers: Iterable[int], source: int) -> list[Piece]:
+    """In the order of the sender's memory; what it received itself comes last."""
     keyed = [
-        (key, tensor, box, not unit.holders >> source & 1)
+        (not unit.holders >> source & 1, *piece)
         for unit in (units[number] for number in numbers)
-        for key, tensor, box in unit.pieces()
+        for piece in unit.pieces()
     ]
-    return [Piece(tensor, box, relayed) for _, tensor, box, relayed in sorted(keyed)]
+    return [Piece(tensor, box, relayed) for relayed, _, tensor, box in sorted(keyed)]
 
 
 def _elements(box: Box) -> int:

@@ -4,6 +4,9 @@ Every rank receives each unit that it lacks exactly once. Where ranks of one mic
 unit, one of them imports it and hands it on; where a whole node lacks it, one rank of the node does. The importer is a
 rank that holds the same shard of its own pipeline stage, if there is one, so imports run inside pipeline groups.
 
+A unit that every rank of a group could import alike (norms) is imported inside the same pipeline groups everywhere, so
+that what a rank sends in a stage is the same for all that it sends to.
+
 Stages run one after another: `pp` (inside pipeline groups), `ep` (experts between expert-parallel ranks), `p2p`
 (irregular: between any ranks), `node` (what one rank of a node imported for all) and `tp` (inside micro data-parallel
 groups). Only what arrived in an earlier stage is handed on.
@@ -59,6 +62,9 @@ class Router:
             _members(places, lambda train: (train.etp, train.edp)),
             _members(places, lambda train: (train.edp,)),
         ]
+        # Elements imported inside each pipeline group, before the unit that is being routed and by that unit.
+        self._pulled: dict[int, int] = {}
+        self._pulled_now: dict[int, int] = {}
         self._shipments: dict[str, list[Shipment]] = {stage: [] for stage in STAGES}
         self._import_bound = [0] * len(nodes)
 
@@ -67,6 +73,9 @@ class Router:
             missing = unit.missing
             for node in {self._node_of[rank] for rank in bits(missing)} if missing else ():
                 self._route_node(number, unit, missing & self._node[node], unit.holders & self._node[node])
+            for column, elements in self._pulled_now.items():
+                self._pulled[column] = self._pulled.get(column, 0) + elements
+            self._pulled_now.clear()
         if self._shipments["ep"]:
             # Experts that come from other pipeline stages of the same column join the others: fewer, fuller buckets.
             moved = [shipment for shipment in self._shipments["pp"] if units[shipment.unit].experts]
@@ -99,7 +108,7 @@ class Router:
     def _import(self, number: int, unit: Unit, group: int, holders: int) -> None:
         """One rank of the group receives the unit from one of `holders`, the others receive it from that rank."""
         related = group & unit.columns
-        importer = min(bits(related or group), key=self._imported.__getitem__)
+        importer = self._importer(unit, related) if related else min(bits(group), key=self._imported.__getitem__)
         self._imported[importer] += unit.elements
         source = self._sender(unit, holders, importer)
         others = group & ~(1 << importer)
@@ -113,6 +122,17 @@ class Router:
         for rank in bits(others):
             stage = "tp" if self._micro[importer] >> rank & 1 else "node"
             self._ship(stage, number, unit, importer, rank)
+
+    def _importer(self, unit: Unit, related: int) -> int:
+        """The rank whose pipeline group has imported least in earlier units: the same one for all that lack this unit."""
+        column = (self._own_experts if unit.experts else self._own)[0]
+
+        def load(rank: int) -> tuple[int, int, int]:
+            return self._pulled.get(column[rank], 0), column[rank] & -column[rank], self._imported[rank]
+
+        importer = min(bits(related), key=load)
+        self._pulled_now[column[importer]] = self._pulled_now.get(column[importer], 0) + unit.elements
+        return importer
 
     def _sender(self, unit: Unit, holders: int, target: int) -> int:
         """The least busy of the holders nearest to the target: in its pipeline group, else its replica of the model."""

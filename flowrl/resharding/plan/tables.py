@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding import experts, families, latent, needs
 from flowrl.resharding.families import EMBEDDING, HEAD, Box, Parameter
-from flowrl.resharding.plan.cells import Cell, Shard, cut_cells
+from flowrl.resharding.plan.cells import Cell, Memory, Place, cut_cells
 from flowrl.resharding.ranks import ParallelSizes
 from flowrl.resharding.shapes import LatentShape
+
+T = TypeVar("T")
 
 ENDS = "ends"
 """Kind of the tensors outside layers: embedding, final norm, head."""
@@ -90,47 +93,58 @@ def _boxes(parameters: Iterable[Parameter]) -> dict[str, list[Box]]:
     return boxes
 
 
-def _layer_shard(shape: ModelShape, layer: int, tp: int, tp_rank: int) -> dict[str, list[Box]]:
+def _memory(parameters: Sequence[Parameter]) -> dict[str, list[tuple[Box, Place]]]:
+    """Where a rank that holds all of a layer keeps it; shards keep the same order, see `buffer`."""
+    runs: dict[str, list[tuple[Box, Place]]] = {}
+    for number, parameter in enumerate(reversed(parameters)):
+        for piece in parameter.pieces:
+            runs.setdefault(piece.tensor, []).append((piece.source, (number, piece.target[0][0])))
+    return runs
+
+
+def _layer_parameters(shape: ModelShape, layer: int, tp: int, tp_rank: int) -> list[Parameter]:
     """What a training rank holds of a layer without its routed experts."""
     if isinstance(shape, LatentShape):
-        return _boxes(latent.layer_parameters(shape, layer, tp=tp, tp_rank=tp_rank))
+        return list(latent.layer_parameters(shape, layer, tp=tp, tp_rank=tp_rank))
     layers = range(layer, layer + 1)
     if not shape.num_experts:
-        return _boxes(families.stage_parameters(shape, tp=tp, tp_rank=tp_rank, layers=layers, first=False, last=False))
+        stage = families.stage_parameters(shape, tp=tp, tp_rank=tp_rank, layers=layers, first=False, last=False)
+        return list(stage)
     attention = experts.attention_parameters(shape, tp=tp, tp_rank=tp_rank, layers=layers, first=False, last=False)
-    return _boxes([*attention, families.router_parameter(shape, layer)])
+    return [*attention, families.router_parameter(shape, layer)]
 
 
-def _rename(shards: Sequence[Shard], layer: int) -> list[dict[str, Sequence[Box]]]:
+def _rename(shard: Mapping[str, T], layer: int) -> dict[str, T]:
+    """The same with templates as names."""
+
     def template(name: str) -> str:
         return name.replace(f"model.layers.{layer}.", "model.layers.{layer}.").replace(
             ".experts.0.", ".experts.{expert}."
         )
 
-    return [{template(name): boxes for name, boxes in shard.items()} for shard in shards]
+    return {template(name): boxes for name, boxes in shard.items()}
 
 
 def _kind(
     name: str, shape: ModelShape, layers: range, train: ParallelSizes, rollout: ParallelSizes, sparse: bool
 ) -> LayerKind:
     layer = layers[0]
-    held = _rename([_layer_shard(shape, layer, train.tp, rank) for rank in range(train.tp)], layer)
-    needed = _rename([needs.layer_boxes(shape, layer, rollout.tp, rank) for rank in range(rollout.tp)], layer)
-    cells = cut_cells(_layer_shapes(shape, layer), held, needed)
+    held = [_rename(_boxes(_layer_parameters(shape, layer, train.tp, rank)), layer) for rank in range(train.tp)]
+    needed = [_rename(needs.layer_boxes(shape, layer, rollout.tp, rank), layer) for rank in range(rollout.tp)]
+    memory: Memory = _rename(_memory(_layer_parameters(shape, layer, 1, 0)), layer)
+    cells = cut_cells(_layer_shapes(shape, layer), held, needed, memory)
     expert_cells: list[Cell] = []
     if sparse:
-        held = _rename(
-            [
-                _boxes(families.expert_parameters(shape, layer, 0, etp=train.etp, etp_rank=rank))
-                for rank in range(train.etp)
-            ],
-            layer,
-        )
+        shards = [
+            families.expert_parameters(shape, layer, 0, etp=train.etp, etp_rank=rank) for rank in range(train.etp)
+        ]
+        held = [_rename(_boxes(shard), layer) for shard in shards]
         slices = needs.expert_slices(rollout)
-        needed = _rename([needs.expert_boxes(shape, layer, 0, slices, rank) for rank in range(slices)], layer)
+        needed = [_rename(needs.expert_boxes(shape, layer, 0, slices, rank), layer) for rank in range(slices)]
+        memory = _rename(_memory(families.expert_parameters(shape, layer, 0, etp=1, etp_rank=0)), layer)
         tensors = families.expert_tensors(shape, layer, 0)
         shapes = dict(zip(needed[0], (tensor.shape for tensor in tensors), strict=True))
-        expert_cells = cut_cells(shapes, held, needed)
+        expert_cells = cut_cells(shapes, held, needed, memory)
     return LayerKind(name, tuple(layers), tuple(cells), tuple(expert_cells))
 
 
@@ -172,22 +186,16 @@ def model_table(shape: ModelShape, train: ParallelSizes, rollout: ParallelSizes)
 
 def _end_cells(shape: ModelShape, train: ParallelSizes, rollout: ParallelSizes) -> tuple[Cell, ...]:
     """Cells of embedding, final norm and head, each tensor in cells of its own: their stages differ."""
-    held = [
-        _boxes(
-            families.stage_parameters(
-                experts.attention_shape(shape, train.tp),
-                tp=train.tp,
-                tp_rank=rank,
-                layers=range(0),
-                first=True,
-                last=True,
-            )
-        )
-        for rank in range(train.tp)
-    ]
+
+    def parameters(tp: int, rank: int) -> tuple[Parameter, ...]:
+        dense = experts.attention_shape(shape, tp)
+        return families.stage_parameters(dense, tp=tp, tp_rank=rank, layers=range(0), first=True, last=True)
+
+    held = [_boxes(parameters(train.tp, rank)) for rank in range(train.tp)]
+    memory = _memory(parameters(1, 0))
     needed = [needs.end_boxes(shape, rollout.tp, rank) for rank in range(rollout.tp)]
     cells: list[Cell] = []
     for name in needs.end_boxes(shape, 1, 0):
         size = (shape.vocab_size, shape.hidden_size) if name in (EMBEDDING, HEAD) else (shape.hidden_size,)
-        cells += cut_cells({name: size}, held, needed)
+        cells += cut_cells({name: size}, held, needed, memory)
     return tuple(cells)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from flowrl.resharding.families import EMBEDDING, Box
-from flowrl.resharding.plan.cells import Cell, Part
+from flowrl.resharding.plan.cells import Cell, Part, Place
 from flowrl.resharding.plan.tables import ModelTable
 from flowrl.resharding.ranks import RankPlace
+
+Key = tuple[bool, int, int, Place]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -57,16 +59,16 @@ class Unit:
     def max_row_elements(self) -> int:
         return max(part.max_row_elements for part in self.parts)
 
-    def pieces(self) -> Iterator[tuple[tuple[int, int, int], str, Box]]:
-        """((layer, place in the layer, expert), tensor, box) of every piece; the key orders pieces by layers."""
+    def pieces(self) -> Iterator[tuple[Key, str, Box]]:
+        """(key, tensor, box) of every piece; keys put pieces in the order of training's buffers (see `buffer`): experts
+        apart, the last layer first."""
         for layer in self.layers:
             for part in self.parts:
-                kind = part.kind
-                boxes = [kind.box(interval) for interval in part.intervals]
+                name, placed = part.kind.name, part.placed
                 for expert in self.experts or (0,):
-                    name, key = kind.name.format(layer=layer, expert=expert), (layer, kind.number, expert)
-                    for box in boxes:
-                        yield key, name, box
+                    tensor = name.format(layer=layer, expert=expert)
+                    for place, box in placed:
+                        yield (self.experts is not None, -layer, -expert, place), tensor, box
 
 
 class _Masks:
