@@ -24,8 +24,8 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 TESTS = {"log_probs": 300, "updates": 240, "moves": 300, "runs": 400, "memory": 240}
 """Files of tests/gpu with their limits in seconds."""
-ALONE = {"memory"}
-"""Tests that look at how much memory of the GPU is free."""
+ALONE = {"memory", "runs"}
+"""Tests that look at how much memory of the GPU is free; an engine that goes to sleep does, too."""
 SHAPES = {"llama-1b": 120, "qwen2.5-0.5b": 120, "qwen2.5-1.5b": 120, "qwen2.5-7b": 180}
 """Models whose move from training to generation is measured on one GPU, with limits."""
 WIDTH = 160

@@ -9,8 +9,8 @@ processors have instructions: one pass over the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 
 import torch
 
@@ -104,24 +104,45 @@ def checksum(values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torc
     return total
 
 
-def checksums(
-    parts: Iterable[tuple[int, torch.Tensor, Box, tuple[int, ...]]],
-    num_cells: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """[num_cells] int64: the sum of the checksums of the parts of each cell. A part is (cell, values, box, shape of the
-    tensor); errors as of `checksum`."""
-    cells = torch.zeros(num_cells, dtype=torch.int64, device=device)
-    for cell, values, box, shape in _add_on_gpu(cells, parts, dtype) if device.type == "cuda" else parts:
-        cells[cell] += checksum(values, box, shape, dtype)
-    return cells
+Part = tuple[int, torch.Tensor, Box, tuple[int, ...]]
+"""(cell, values, box, shape of the whole tensor)."""
 
 
-def _add_on_gpu(
-    cells: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor, Box, tuple[int, ...]]], dtype: torch.dtype
-) -> list[tuple[int, torch.Tensor, Box, tuple[int, ...]]]:
-    """Add what one kernel can do together and return the rest: other types, other strides."""
+class Checksums:
+    """Checksums of the same parts of memory, again and again: by cell the sum of those of its parts.
+
+    Errors: as of `checksum`.
+    """
+
+    def __init__(self, parts: Iterable[Part], num_cells: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._parts, self._dtype, self._device = list(parts), dtype, device
+        self._num_cells = num_cells
+        self._launch: Callable[[torch.Tensor], None] | None = None
+        if device.type == "cuda":
+            self._launch, self._parts = _one_launch(self._parts, dtype, device)
+
+    def run(self) -> torch.Tensor:
+        """[num_cells] int64, of what is there now."""
+        cells = torch.zeros(self._num_cells, dtype=torch.int64, device=self._device)
+        if self._launch is not None:
+            self._launch(cells)
+        for cell, values, box, shape in self._parts:
+            cells[cell] += checksum(values, box, shape, self._dtype)
+        return cells
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Most bytes that `run` has alive at once, beside its result."""
+        sizes = [
+            temporary_bytes(values.numel(), values.numel() // max(1, len(values))) for _, values, *_ in self._parts
+        ]
+        return max(sizes, default=0)
+
+
+def _one_launch(
+    parts: Sequence[Part], dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[[torch.Tensor], None] | None, list[Part]]:
+    """What adds the checksums that one kernel finds together, and the other parts: other types, other strides."""
     from flowrl.resharding import fingerprint_gpu
 
     size, rest, matrices = _BYTES[dtype], [], []
@@ -129,34 +150,22 @@ def _add_on_gpu(
     for cell, values, box, shape in parts:
         if values.dtype == dtype and values.dim() in (1, 2) and values.stride(-1) == 1:
             matrix = (values if values.dim() == 2 else values[None]).view(torch.int8)
-            if fingerprint_gpu.fits(matrix):
-                first_row = box[0][0] if values.dim() == 2 else 0
-                matrices.append((matrix, first_row, box[-1][0] * size, cell))
-                num_rows = max(num_rows, first_row + len(matrix))
-                num_columns = max(num_columns, box[-1][1] * size)
+            first = (box[0][0] if values.dim() == 2 else 0), box[-1][0] * size
+            if fingerprint_gpu.fits(matrix, first[1]):
+                matrices.append((matrix, *first, cell))
+                num_rows, num_columns = max(num_rows, first[0] + len(matrix)), max(num_columns, box[-1][1] * size)
                 continue
         rest.append((cell, values, box, shape))
-    tables = _row_table(_round(num_rows), cells.device), _column_table(_round(num_columns), cells.device)
-    fingerprint_gpu.add_checksums(cells, matrices, *tables)
-    return rest
-
-
-def _round(count: int) -> int:
-    """The next power of two: few sizes of tables."""
-    return 1 << (count - 1).bit_length()
-
-
-@lru_cache(maxsize=4)
-def _row_table(size: int, device: torch.device) -> torch.Tensor:
-    """[size] int64: r of a matrix."""
-    return _random(torch.arange(size, device=device)) | 1
-
-
-@lru_cache(maxsize=4)
-def _column_table(size: int, device: torch.device) -> torch.Tensor:
-    """[size or more] int64: C s."""
-    blocks = [_weights(block, device) for block in range(-(-size // _BLOCK_BYTES))]
-    return (torch.cat(blocks).to(torch.int64) * _mixer(device)).sum(1)
+    if not matrices:
+        return None, rest
+    blocks = [_weights(block, device) for block in range(-(-num_columns // _BLOCK_BYTES))]
+    weights = fingerprint_gpu.Weights(
+        rows=_random(torch.arange(num_rows, device=device)) | 1,
+        sketches=torch.cat(blocks).t().contiguous(),
+        mixer=_mixer(device),
+    )
+    tables = fingerprint_gpu.make_tables(matrices, device)
+    return partial(fingerprint_gpu.add_checksums, tables=tables, weights=weights), rest
 
 
 def _row_weights(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -1,30 +1,28 @@
-"""Checksums of many boxes in one launch: the sums of `fingerprint` as a kernel that reads every byte once.
-
-The sum over the sketches is taken first: r^T B C s = r^T B w with the 64-bit weights w = C s, whose halves are multiplied
-apart, because GPUs multiply 32-bit integers.
-"""
+"""Checksums of many boxes in one launch: the products of `fingerprint` as a kernel that reads every byte once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from flowrl.resharding.copies_gpu import tiles_of
+from flowrl.resharding.copies_gpu import ALIGNMENT, tiles_of
 
-ROWS, COLUMNS = 16, 512
-"""Rows and bytes of a row that a program visits at once."""
-ALIGNMENT = 16
-"""Bytes: what starts and strides of rows must be multiples of."""
+ROWS, COLUMNS = 64, 128
+"""Rows and bytes of a row that a program multiplies at once."""
+LONGEST = 1 << 14
+"""Bytes of a row after which 32-bit sums are taken over into 64-bit ones: 2^14 x 2^7 x 2^6 stays below 2^31."""
 _FIELDS = 7
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_checksums(  # type: ignore[no-untyped-def]
-    tiles, boxes, row_weights, low_weights, high_weights, cells,
-    fields: tl.constexpr, rows_at_once: tl.constexpr, columns_at_once: tl.constexpr,
+    tiles, boxes, row_weights, sketches, mixer, cells, sketch_stride,
+    fields: tl.constexpr, rows_at_once: tl.constexpr, columns_at_once: tl.constexpr, longest: tl.constexpr,
+    num_sketches: tl.constexpr,
 ):  # fmt: skip
     box = tl.load(tiles + 2 * tl.program_id(0))
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -32,60 +30,70 @@ def _add_checksums(  # type: ignore[no-untyped-def]
     memory = tl.multiple_of(tl.load(about).to(tl.pointer_type(tl.int8)), 16)
     num_rows, num_bytes = tl.load(about + 1), tl.multiple_of(tl.load(about + 2), 16)
     stride = tl.multiple_of(tl.load(about + 3), 16)
-    first_row, first_byte, cell = tl.load(about + 4), tl.load(about + 5), tl.load(about + 6)
-    rows = first + tl.arange(0, rows_at_once)
-    low = tl.zeros((rows_at_once, columns_at_once), dtype=tl.int64)
-    high = tl.zeros((rows_at_once, columns_at_once), dtype=tl.int32)
-    for start in range(0, num_bytes, columns_at_once):
-        columns = start + tl.arange(0, columns_at_once)
-        inside = columns < num_bytes
-        there = (rows < num_rows)[:, None] & inside[None, :]
-        values = tl.load(memory + rows[:, None] * stride + columns[None, :], mask=there, other=0).to(tl.int32)
-        low_here = tl.load(low_weights + first_byte + columns, mask=inside, other=0)
-        high_here = tl.load(high_weights + first_byte + columns, mask=inside, other=0)
-        low += values.to(tl.int64) * low_here.to(tl.int64)[None, :]
-        high += values * high_here[None, :]
-    sums = tl.sum(low, axis=1) + (tl.sum(high.to(tl.int64), axis=1) << 32)
+    first_row, first_byte, cell = tl.load(about + 4), tl.multiple_of(tl.load(about + 5), 16), tl.load(about + 6)
+    rows, number = first + tl.arange(0, rows_at_once), tl.arange(0, num_sketches)
+    total = tl.zeros((rows_at_once, num_sketches), dtype=tl.int64)
+    for start in range(0, num_bytes, longest):
+        products = tl.zeros((rows_at_once, num_sketches), dtype=tl.int32)
+        for column in range(start, min(start + longest, num_bytes), columns_at_once):
+            columns = column + tl.arange(0, columns_at_once)
+            inside = columns < num_bytes
+            there = (rows < num_rows)[:, None] & inside[None, :]
+            values = tl.load(memory + rows[:, None] * stride + columns[None, :], mask=there, other=0)
+            place = sketches + number[None, :] * sketch_stride + first_byte + columns[:, None]
+            products = tl.dot(values, tl.load(place, mask=inside[:, None], other=0), products, out_dtype=tl.int32)
+        total += products.to(tl.int64)
+    sums = tl.sum(total * tl.load(mixer + number)[None, :], axis=1)
     weights = tl.load(row_weights + first_row + rows, mask=rows < num_rows, other=0)
     tl.atomic_add(cells + cell, tl.sum(sums * weights, axis=0))
 
 
-def fits(matrix: torch.Tensor) -> bool:
-    """Whether the kernel takes an int8 matrix of this place and these strides."""
-    return (
-        matrix.stride(1) == 1
-        and matrix.data_ptr() % ALIGNMENT == matrix.stride(0) % ALIGNMENT == matrix.shape[1] % ALIGNMENT == 0
-    )
+def fits(matrix: torch.Tensor, first_byte: int) -> bool:
+    """Whether the kernel takes an int8 matrix of this place and these strides, whose columns begin at `first_byte`."""
+    numbers = matrix.data_ptr(), matrix.stride(0), matrix.shape[1], first_byte
+    return matrix.stride(1) == 1 and not any(number % ALIGNMENT for number in numbers)
 
 
-def add_checksums(
-    cells: torch.Tensor,
-    matrices: Sequence[tuple[torch.Tensor, int, int, int]],
-    row_weights: torch.Tensor,
-    column_weights: torch.Tensor,
-) -> None:
-    """Add to `cells` [N] int64 the sums r^T B w of int8 matrices that fit.
+@dataclass(frozen=True)
+class Weights:
+    """`rows` [R] int64: r; `sketches` [K, C] int8: C, transposed; `mixer` [K] int64: s."""
 
-    `matrices`: (B, number of its first row, number of its first column, cell). `row_weights` and `column_weights` are
-    int64, by number.
-    """
-    if not matrices:
-        return
+    rows: torch.Tensor
+    sketches: torch.Tensor
+    mixer: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Tables:
+    """`tiles` [T, 2] int64: (box, its first row) of every program; `boxes` [N, 7] int64. Both on the GPU."""
+
+    tiles: torch.Tensor
+    boxes: torch.Tensor
+
+
+def make_tables(matrices: Sequence[tuple[torch.Tensor, int, int, int]], device: torch.device) -> Tables:
+    """What a launch reads for int8 matrices that fit: (matrix, number of its first row, of its first column, cell)."""
     boxes = torch.tensor(
         [[b.data_ptr(), *b.shape, b.stride(0), row, column, cell] for b, row, column, cell in matrices]
     )
-    tiles = tiles_of(boxes[:, 1], ROWS)
-    low = column_weights.to(torch.int32)
-    high = ((column_weights - low) >> 32).to(torch.int32)
-    tables = [table.to(cells.device) for table in (tiles, boxes)]
-    _add_checksums[(len(tiles),)](
-        *tables,
-        row_weights,
-        low,
-        high,
+    return Tables(tiles_of(boxes[:, 1], ROWS).to(device), boxes.to(device))
+
+
+def add_checksums(cells: torch.Tensor, tables: Tables, weights: Weights) -> None:
+    """Add r^T B C s of every matrix B to its cell in `cells` [N] int64, modulo 2^64."""
+    _add_checksums[(len(tables.tiles),)](
+        tables.tiles,
+        tables.boxes,
+        weights.rows,
+        weights.sketches,
+        weights.mixer,
         cells,
+        weights.sketches.stride(0),
         fields=_FIELDS,
         rows_at_once=ROWS,
         columns_at_once=COLUMNS,
-        num_warps=8,
+        longest=LONGEST,
+        num_sketches=len(weights.mixer),
+        num_warps=4,
+        num_stages=4,
     )

@@ -9,7 +9,7 @@ of their own, and all copies, which are an order of magnitude faster than links,
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from flowrl.resharding.clock import Clock
 from flowrl.resharding.copies import Copies, Pair, copy_all, in_place, pair_up
 from flowrl.resharding.exchange import start
 from flowrl.resharding.families import Box, hf_tensors
+from flowrl.resharding.fingerprint import Checksums
 from flowrl.resharding.layouts import Layouts
 from flowrl.resharding.prepare import prepare
 from flowrl.resharding.proof import prove
@@ -139,6 +140,12 @@ class Transfer:
         self._groups = self.world.groups(group.ranks for stage in self.plan.stages for group in stage.groups)
         self._memory: list[int] | None = None
         self._own = Copies([], [])
+        self._trained = self._sums((), self._counts.cells)
+        kept = zip(recording.regions, self._places, strict=True)
+        self._kept = self._sums(
+            ((number, place, region.box, region.tensor) for number, (region, place) in enumerate(kept)),
+            len(self._places),
+        )
         self._buckets: list[_Bucket] = []
 
     def _views(self, held: Sequence[Held]) -> list[torch.Tensor]:
@@ -158,7 +165,16 @@ class Transfer:
             [views[copy.held][copy.source] for copy in copies],
         )
         self._buckets = [self._bound(step, views) for step in self._steps.steps]
+        mine = ((count, self._keys[count.held][0], views[count.held]) for count in self._counts.mine)
+        self._trained = self._sums(
+            ((count.cell, view[count.there], count.box, tensor) for count, tensor, view in mine), self._counts.cells
+        )
         self._memory = memory
+
+    def _sums(self, parts: Iterable[tuple[int, torch.Tensor, Box, str]], num_cells: int) -> Checksums:
+        """In the engine's type; a part names its tensor."""
+        shaped = ((cell, values, box, self._shapes[tensor]) for cell, values, box, tensor in parts)
+        return Checksums(shaped, num_cells, self._recording.dtype, self._device)
 
     def _bound(self, step: Step, views: Sequence[torch.Tensor]) -> _Bucket:
         packs = (*pair_up(step.packs, views), *pair_up(step.relays, self._places))
@@ -256,6 +272,5 @@ class Transfer:
 
         Collective. Error: as `proof.prove`.
         """
-        here = [(name, view) for (name, _), view in zip(self._keys, self._views(held), strict=True)]
-        there = list(zip(self._recording.regions, self._places, strict=True))
-        return prove(self._counts, self._shapes, here, there, self._recording.dtype, self.world)
+        self._bind(held)
+        return prove(self._counts, self._trained, self._recording.regions, self._kept, self.world)

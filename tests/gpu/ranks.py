@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ def run(world: int, function: str, *args: Any, device: str = "cuda") -> list[Any
     """Results of `module:function` of `args` by rank. Nothing is imported before the processes are forked: CUDA does not
     survive a fork."""
     own_gpus = device == "cuda" and torch.cuda.device_count() >= world
-    return run_ranks(world, "nccl" if own_gpus else "gloo", (), "tests.gpu.ranks:enter", device, function, args)
+    return run_ranks(
+        world, "nccl" if own_gpus else "gloo", (), "tests.gpu.ranks:enter", device, function, pickle.dumps(args)
+    )
 
 
-def enter(device: str, function: str, args: tuple[Any, ...]) -> Any:
-    """In a process: choose its device before anything of flowrl's workers is imported, and run the function."""
+def enter(device: str, function: str, packed: bytes) -> Any:
+    """In a process: choose its device before anything of flowrl's workers is imported, arguments among them, and run the
+    function."""
     if device == "cpu":
         # Before anything asks whether there is a GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -36,7 +40,7 @@ def enter(device: str, function: str, args: tuple[Any, ...]) -> Any:
     if through_host:
         importlib.import_module("tests.gpu.through_host").install()
     module, _, name = function.partition(":")
-    return _on_cpu(vars(importlib.import_module(module))[name](*args))
+    return _on_cpu(vars(importlib.import_module(module))[name](*pickle.loads(packed)))
 
 
 def _on_cpu(value: Any) -> Any:

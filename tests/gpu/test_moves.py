@@ -39,7 +39,7 @@ def test_halves_become_whole_replicas_on_two_ranks(tiny: Path) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (17, 24), (131, 64), (64, 131), (300, 9000), (2048, 1536)])
 def test_a_gpu_finds_the_checksum_of_the_cpu(dtype: torch.dtype, rows: int, columns: int) -> None:
     """Exact integers, whatever the device and however a box lies in memory."""
-    from flowrl.resharding.fingerprint import checksum, checksums
+    from flowrl.resharding.fingerprint import Checksums, checksum
 
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(rows + 3, columns + 5, generator=generator)
@@ -49,7 +49,7 @@ def test_a_gpu_finds_the_checksum_of_the_cpu(dtype: torch.dtype, rows: int, colu
     there = whole.to("cuda")[2 : 2 + rows, 4 : 4 + columns]
     for view in (there, there.to(dtype), there.t().contiguous().t()):
         assert int(checksum(view, box, shape, dtype)) == int(expected)
-        together = checksums([(1, view, box, shape)] * 2, 3, dtype, view.device)
+        together = Checksums([(1, view, box, shape)] * 2, 3, dtype, view.device).run()
         assert together.tolist() == [0, int(expected + expected), 0]
 
 
