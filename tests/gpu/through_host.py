@@ -24,7 +24,8 @@ class _Received:
 
     def wait(self) -> None:
         self._work.wait()
-        self._target.copy_(self._host)
+        # Pipeline stages receive into leaves of the autograd graph.
+        self._target.detach().copy_(self._host)
 
 
 class _Sent:
