@@ -29,7 +29,7 @@ from flowrl.resharding.steps import Step
 from flowrl.resharding.world import World, default_world
 
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""Most bytes of a bucket, what a rank sends and receives in it together, by device type."""
+"""Most bytes of a bucket, what a rank packs and receives in it together, by device type."""
 
 
 class Held(Protocol):

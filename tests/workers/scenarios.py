@@ -205,6 +205,23 @@ def local_state(engine: Engine) -> list[torch.Tensor]:
     return tensors
 
 
+def buffers(folder: Path, cells: Sequence[Cell], batch: DataProto) -> list[tuple[int, int, bool]]:
+    """Per cell: pieces of memory that an actor's and a frozen model's parameters lie in, and whether an update left the
+    actor's where they were."""
+    results = []
+    for cell in cells:
+        role, frozen = actor(folder, cell), reference(folder, cell)
+        before = [parameter.data_ptr() for parameter in role._engine._gpt.parameters()]
+        call(role, role.update, batch)
+        after = [parameter.data_ptr() for parameter in role._engine._gpt.parameters()]
+        counts = (
+            len({parameter.untyped_storage().data_ptr() for parameter in there._engine._gpt.parameters()})
+            for there in (role, frozen)
+        )
+        results.append((*counts, before == after))
+    return results
+
+
 def log_probs_cells(
     folder: Path, cells: Sequence[Cell], batch: DataProto, temperature: float
 ) -> list[list[torch.Tensor]]:

@@ -132,13 +132,16 @@ def test_another_name_of_a_tensor_is_an_error(model_folder: dict[str, Path]) -> 
     assert "1 missing: model.embed_tokens.weight; 1 unexpected: model.embedding" in message
 
 
-def test_the_engine_decodes_like_the_trainer_after_large_updates(model_folder: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("cell", [Cell(tp=2), Cell(pp=2, distributed_optimizer=True)], ids=["plain", "distributed"])
+def test_the_engine_decodes_like_the_trainer_after_large_updates(
+    model_folder: dict[str, Path], tmp_path: Path, cell: Cell
+) -> None:
     """SYN-01: three rounds of update, transfer and greedy decoding against the trainer's exported weights."""
     from transformers import AutoModelForCausalLM
 
     prompts_only: DataProto = ROWS
     mini = make_batch([(3, 7), (6, 2), (2, 1), (9, 4)])
-    args = (model_folder["Llama"], tmp_path, Cell(tp=2), Setup(), prompts_only, mini)
+    args = (model_folder["Llama"], tmp_path, cell, Setup(), prompts_only, mini)
     decoded = []
     for rows, folder, ok in run(2, train_and_decode, *args)[0]:
         assert ok == 1.0

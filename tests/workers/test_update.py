@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import VOCAB, folder_names, make_batch
 from processes import run
-from scenarios import OPTIM, Cell, update_cells
+from scenarios import OPTIM, Cell, buffers, update_cells
 
 from flowrl.algorithms.distributions import log_probs_and_entropy
 from flowrl.algorithms.losses import ClippedPolicyLoss, TokenOutputs
@@ -114,6 +114,13 @@ def test_update_does_not_depend_on_layout_replicas_micro_batches_or_row_order(
     for result in run(world_size, update_cells, model_folder["Qwen3"], cells, update_batch, CONFIG):
         for cell, one in zip(cells, result, strict=True):
             check(one, expected, cell)
+
+
+def test_parameters_stay_in_one_piece_of_memory(model_folder: dict[str, Path], update_batch: DataProto) -> None:
+    """flowrl's continuous buffer, and the distributed optimizer's own; moves read weights where they lie."""
+    cells = [Cell(tp=2), Cell(tp=2, dtype="bfloat16"), Cell(pp=2, distributed_optimizer=True)]
+    for found in run(2, buffers, model_folder["Qwen3"], cells, update_batch):
+        assert found == [(1, 1, True)] * 3
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "tied"])
