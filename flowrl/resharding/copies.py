@@ -6,14 +6,16 @@ is one run of the engine's, it arrives there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from flowrl.resharding.steps import Slot
+
+if TYPE_CHECKING:
+    from flowrl.resharding.copies_gpu import CopyLaunch
 
 
 class Run(NamedTuple):
@@ -92,36 +94,37 @@ def in_place(pairs: Sequence[Pair], first: int, count: int, dtype: torch.dtype) 
 
 
 class Copies:
-    """Copies that are made again and again: each source into its target; rounds where the target is narrower."""
+    """Copies that are made again and again: each source into its target; rounds where the target is narrower.
+
+    On a GPU those between aligned memory of one type are one launch.
+    """
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        self._targets, self._sources = list(targets), list(sources)
-        self._launch: Callable[[], None] | None = None
-        if self._targets and self._targets[0].device.type == "cuda":
-            self._launch, rest = _one_launch(self._targets, self._sources)
-            self._targets, self._sources = ([places[number] for number in rest] for places in (targets, sources))
+        self._launch: CopyLaunch | None = None
+        rest = list(zip(targets, sources, strict=True))
+        if rest and targets[0].device.type == "cuda":
+            self._launch, rest = _one_launch(rest)
+        self._targets, self._sources = [target for target, _ in rest], [source for _, source in rest]
 
     def run(self) -> None:
         """Make them, on a GPU on the current stream."""
         if self._launch is not None:
-            self._launch()
+            self._launch.run()
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
 
 
 def _one_launch(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> tuple[Callable[[], None] | None, list[int]]:
-    """What makes all copies that a GPU's kernel can make together, and the numbers of the others."""
-    from flowrl.resharding import copies_gpu
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[CopyLaunch | None, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """What makes all copies (target, source) that the kernel can make, and the others."""
+    # Only GPU hosts need have its compiler.
+    from flowrl.resharding.copies_gpu import CopyLaunch, boxes_of
 
-    found = [copies_gpu.boxes_of(target, source) for target, source in zip(targets, sources, strict=True)]
-    boxes = [box for there in found if there is not None for box in there]
-    rest = [number for number, there in enumerate(found) if there is None]
-    if not boxes:
-        return None, rest
-    tables = copies_gpu.make_tables(boxes, targets[0].device)
-    return partial(copies_gpu.copy_boxes, tables), rest
+    boxes = [boxes_of(*pair) for pair in pairs]
+    rest = [pair for pair, there in zip(pairs, boxes, strict=True) if not there]
+    done = [(*pair, there) for pair, there in zip(pairs, boxes, strict=True) if there]
+    return CopyLaunch(*map(list, zip(*done, strict=True))) if done else None, rest
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -37,42 +36,30 @@ def _copy(tiles, boxes, fields: tl.constexpr, rows_at_once: tl.constexpr, words_
 
 
 Box = tuple[int, int, int, int, int, int]
-"""Target and source address, rows, words of a row, stride of target and of source in words."""
+"""Bytes from the beginning of target and of source, rows, words of a row, stride of target and of source in words."""
 
 
-def boxes_of(target: torch.Tensor, source: torch.Tensor) -> list[Box] | None:
-    """A copy as boxes of words, or None where the kernel cannot make it: other types, shapes or alignment."""
+def boxes_of(target: torch.Tensor, source: torch.Tensor) -> list[Box]:
+    """A copy as boxes of words; none where the kernel cannot make it: other types, shapes or alignment."""
     if target.dtype != source.dtype or target.device != source.device or not target.numel():
-        return None
-    start = target.data_ptr(), source.data_ptr()
+        return []
     if target.is_contiguous() and source.is_contiguous():
         full, rest = divmod(target.nbytes, FLAT_BYTES)
-        shapes = [(*start, full, FLAT_BYTES, FLAT_BYTES, FLAT_BYTES)] if full else []
-        done = full * FLAT_BYTES
-        shapes += [(start[0] + done, start[1] + done, 1, rest, rest, rest)] if rest else []
+        shapes = [(0, full, FLAT_BYTES, FLAT_BYTES, FLAT_BYTES)] if full else []
+        shapes += [(full * FLAT_BYTES, 1, rest, rest, rest)] if rest else []
     elif target.dim() == 2 and target.stride(1) == source.stride(1) == 1:
         size = target.element_size()
         strides = target.stride(0) * size, source.stride(0) * size
-        shapes = [(*start, target.shape[0], target.shape[1] * size, *strides)]
+        shapes = [(0, target.shape[0], target.shape[1] * size, *strides)]
     else:
-        return None
-    if any(number % ALIGNMENT for shape in shapes for number in (*shape[:2], *shape[3:])):
-        return None
-    return [(to, of, rows, *(number // WORD_BYTES for number in widths)) for to, of, rows, *widths in shapes]  # type: ignore[misc]
-
-
-@dataclass(frozen=True)
-class Tables:
-    """`tiles` [T, 2] int64: (box, its first row) of every program; `boxes` [N, 6] int64. Both on the GPU."""
-
-    tiles: torch.Tensor
-    boxes: torch.Tensor
-
-
-def make_tables(boxes: Sequence[Box], device: torch.device) -> Tables:
-    """What a launch for these boxes reads."""
-    table = torch.tensor(boxes, dtype=torch.int64)
-    return Tables(tiles_of(table[:, 2], ROWS).to(device), table.to(device))
+        return []
+    aligned = [target.data_ptr(), source.data_ptr(), *(width for _, _, *widths in shapes for width in widths)]
+    if any(number % ALIGNMENT for number in aligned):
+        return []
+    return [
+        (start, start, rows, words // WORD_BYTES, to // WORD_BYTES, of // WORD_BYTES)
+        for start, rows, words, to, of in shapes
+    ]
 
 
 def tiles_of(num_rows: torch.Tensor, rows_at_once: int) -> torch.Tensor:
@@ -83,8 +70,41 @@ def tiles_of(num_rows: torch.Tensor, rows_at_once: int) -> torch.Tensor:
     return torch.stack([box, first * rows_at_once], dim=1)
 
 
-def copy_boxes(tables: Tables) -> None:
-    """Make all the copies, on the current stream."""
-    _copy[(len(tables.tiles),)](
-        tables.tiles, tables.boxes, fields=_FIELDS, rows_at_once=ROWS, words_at_once=WORDS, num_warps=8
-    )
+class Addresses:
+    """A table [N, F] int64 on the GPU whose first columns are addresses: the given bytes from the beginning of tensors.
+
+    It follows tensors whose storage has moved.
+    """
+
+    def __init__(self, table: torch.Tensor, tensors: Sequence[torch.Tensor], numbers: torch.Tensor) -> None:
+        """`numbers` [N, A]: the tensors that the first A columns count from."""
+        self._relative, self._tensors, self._numbers = table, list(tensors), numbers
+        self._device = self._tensors[0].device
+        self._memory: list[int] = []
+        self._table = table
+
+    def now(self) -> torch.Tensor:
+        memory = [tensor.data_ptr() for tensor in self._tensors]
+        if memory != self._memory:
+            table = self._relative.clone()
+            table[:, : self._numbers.shape[1]] += torch.tensor(memory)[self._numbers]
+            self._table, self._memory = table.to(self._device), memory
+        return self._table
+
+
+class CopyLaunch:
+    """Copies of `sources` into `targets` that can be made in one launch: `boxes[i]` are those of copy i."""
+
+    def __init__(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], boxes: Sequence[Sequence[Box]]
+    ) -> None:
+        table = torch.tensor([box for there in boxes for box in there], dtype=torch.int64)
+        copy = torch.tensor([number for number, there in enumerate(boxes) for _ in there])
+        self._boxes = Addresses(table, [*targets, *sources], torch.stack([copy, copy + len(targets)], dim=1))
+        self._tiles = tiles_of(table[:, 2], ROWS).to(targets[0].device)
+
+    def run(self) -> None:
+        """On the current stream."""
+        _copy[(len(self._tiles),)](
+            self._tiles, self._boxes.now(), fields=_FIELDS, rows_at_once=ROWS, words_at_once=WORDS, num_warps=8
+        )

@@ -9,12 +9,16 @@ processors have instructions: one pass over the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from flowrl.resharding.families import Box, box_size
+
+if TYPE_CHECKING:
+    from flowrl.resharding.fingerprint_gpu import SumLaunch
 
 _CHUNK_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 14
@@ -117,7 +121,7 @@ class Checksums:
     def __init__(self, parts: Iterable[Part], num_cells: int, dtype: torch.dtype, device: torch.device) -> None:
         self._parts, self._dtype, self._device = list(parts), dtype, device
         self._num_cells = num_cells
-        self._launch: Callable[[torch.Tensor], None] | None = None
+        self._launch: SumLaunch | None = None
         if device.type == "cuda":
             self._launch, self._parts = _one_launch(self._parts, dtype, device)
 
@@ -125,7 +129,7 @@ class Checksums:
         """[num_cells] int64, of what is there now."""
         cells = torch.zeros(self._num_cells, dtype=torch.int64, device=self._device)
         if self._launch is not None:
-            self._launch(cells)
+            self._launch.add_to(cells)
         for cell, values, box, shape in self._parts:
             cells[cell] += checksum(values, box, shape, self._dtype)
         return cells
@@ -139,10 +143,9 @@ class Checksums:
         return max(sizes, default=0)
 
 
-def _one_launch(
-    parts: Sequence[Part], dtype: torch.dtype, device: torch.device
-) -> tuple[Callable[[torch.Tensor], None] | None, list[Part]]:
+def _one_launch(parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> tuple[SumLaunch | None, list[Part]]:
     """What adds the checksums that one kernel finds together, and the other parts: other types, other strides."""
+    # Only GPU hosts need have its compiler.
     from flowrl.resharding import fingerprint_gpu
 
     size, rest, matrices = _BYTES[dtype], [], []
@@ -164,8 +167,7 @@ def _one_launch(
         sketches=torch.cat(blocks).t().contiguous(),
         mixer=_mixer(device),
     )
-    tables = fingerprint_gpu.make_tables(matrices, device)
-    return partial(fingerprint_gpu.add_checksums, tables=tables, weights=weights), rest
+    return fingerprint_gpu.SumLaunch(matrices, weights), rest
 
 
 def _row_weights(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from flowrl.resharding.copies_gpu import ALIGNMENT, tiles_of
+from flowrl.resharding.copies_gpu import ALIGNMENT, Addresses, tiles_of
 
 ROWS, COLUMNS = 64, 128
 """Rows and bytes of a row that a program multiplies at once."""
@@ -63,37 +63,38 @@ class Weights:
     mixer: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Tables:
-    """`tiles` [T, 2] int64: (box, its first row) of every program; `boxes` [N, 7] int64. Both on the GPU."""
-
-    tiles: torch.Tensor
-    boxes: torch.Tensor
+Matrix = tuple[torch.Tensor, int, int, int]
+"""(int8 matrix that fits, number of its first row, of its first column, cell)."""
 
 
-def make_tables(matrices: Sequence[tuple[torch.Tensor, int, int, int]], device: torch.device) -> Tables:
-    """What a launch reads for int8 matrices that fit: (matrix, number of its first row, of its first column, cell)."""
-    boxes = torch.tensor(
-        [[b.data_ptr(), *b.shape, b.stride(0), row, column, cell] for b, row, column, cell in matrices]
-    )
-    return Tables(tiles_of(boxes[:, 1], ROWS).to(device), boxes.to(device))
+class SumLaunch:
+    """Checksums of matrices in one launch."""
 
+    def __init__(self, matrices: Sequence[Matrix], weights: Weights) -> None:
+        table = torch.tensor(
+            [[0, *b.shape, b.stride(0), row, column, cell] for b, row, column, cell in matrices], dtype=torch.int64
+        )
+        tensors = [matrix for matrix, *_ in matrices]
+        self._boxes = Addresses(table, tensors, torch.arange(len(tensors))[:, None])
+        self._tiles = tiles_of(table[:, 1], ROWS).to(tensors[0].device)
+        self._weights = weights
 
-def add_checksums(cells: torch.Tensor, tables: Tables, weights: Weights) -> None:
-    """Add r^T B C s of every matrix B to its cell in `cells` [N] int64, modulo 2^64."""
-    _add_checksums[(len(tables.tiles),)](
-        tables.tiles,
-        tables.boxes,
-        weights.rows,
-        weights.sketches,
-        weights.mixer,
-        cells,
-        weights.sketches.stride(0),
-        fields=_FIELDS,
-        rows_at_once=ROWS,
-        columns_at_once=COLUMNS,
-        longest=LONGEST,
-        num_sketches=len(weights.mixer),
-        num_warps=4,
-        num_stages=4,
-    )
+    def add_to(self, cells: torch.Tensor) -> None:
+        """Add r^T B C s of every matrix B to its cell in `cells` [N] int64, modulo 2^64; on the current stream."""
+        weights = self._weights
+        _add_checksums[(len(self._tiles),)](
+            self._tiles,
+            self._boxes.now(),
+            weights.rows,
+            weights.sketches,
+            weights.mixer,
+            cells,
+            weights.sketches.stride(0),
+            fields=_FIELDS,
+            rows_at_once=ROWS,
+            columns_at_once=COLUMNS,
+            longest=LONGEST,
+            num_sketches=len(weights.mixer),
+            num_warps=4,
+            num_stages=4,
+        )

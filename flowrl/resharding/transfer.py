@@ -138,7 +138,7 @@ class Transfer:
         )
         self.plan, self._steps, self._counts = prepared.plan, prepared.steps, prepared.counts
         self._groups = self.world.groups(group.ranks for stage in self.plan.stages for group in stage.groups)
-        self._memory: list[int] | None = None
+        self._held: Sequence[Held] | None = None
         self._own = Copies([], [])
         self._trained = self._sums((), self._counts.cells)
         kept = zip(recording.regions, self._places, strict=True)
@@ -154,11 +154,11 @@ class Transfer:
         return [region.tensor.detach() for region in held]
 
     def _bind(self, held: Sequence[Held]) -> None:
-        """Find the places of all reads and writes, unless they are those of the last move."""
-        views = self._views(held)
-        memory = [view.data_ptr() for view in views]
-        if memory == self._memory:
+        """Find the places of all reads and writes, unless they are those of the last move. They are views, so they follow
+        storages that move."""
+        if held is self._held:
             return
+        views = self._views(held)
         copies = self._steps.copies
         self._own = Copies(
             [self._places[copy.region][copy.target] for copy in copies],
@@ -169,7 +169,7 @@ class Transfer:
         self._trained = self._sums(
             ((count.cell, view[count.there], count.box, tensor) for count, tensor, view in mine), self._counts.cells
         )
-        self._memory = memory
+        self._held = held
 
     def _sums(self, parts: Iterable[tuple[int, torch.Tensor, Box, str]], num_cells: int) -> Checksums:
         """In the engine's type; a part names its tensor."""
