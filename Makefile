@@ -17,7 +17,7 @@ test-slow: $(STAMP)
 
 # Uses the host's own python3: a GPU host brings its torch and CUDA.
 test-gpu:
-	python3 -m pytest -m gpu
+	python3 -m pytest tests/gpu -m gpu
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -14,10 +14,12 @@ def train(run: Run) -> None:
     """The algorithm: generate, score, estimate, update, move the weights."""
     actor, critic, reference, rollout = run.actor(), run.critic(), run.reference(), run.rollout()
     rollout.receive_weights(actor)
+    run.offload(actor, critic, reference)
     run.evaluate(rollout)
     for prompts in run.steps():
         batch = prompts.union(rollout.generate(prompts))
         rollout.sleep()
+        run.reload(actor, critic, reference)
 
         answers = [actor.log_probs(batch)]
         if reference is not None:
@@ -32,11 +34,13 @@ def train(run: Run) -> None:
         if run.policy_learns:
             run.log(*[actor.update(part) for part in run.minibatches(batch, run.config.actor)])
 
+        run.offload(critic, reference)
         rollout.wake(what="weights")
         run.log(rollout.receive_weights(actor))
+        run.save(actor)
+        run.offload(actor)
         rollout.wake(what="kv_cache")
         run.evaluate(rollout)
-        run.save(actor)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,18 @@ class Run:
             )
         return rollout
 
+    def offload(self, *roles: ActorWorker | CriticWorker | ReferenceWorker | None) -> None:
+        """The memory of these roles goes to the host where that is another one, so that the engine can have it."""
+        for role in roles:
+            if role is not None:
+                role.offload()
+
+    def reload(self, *roles: ActorWorker | CriticWorker | ReferenceWorker | None) -> None:
+        """And comes back, before they are used again."""
+        for role in roles:
+            if role is not None:
+                role.reload()
+
     # The loop
 
     def steps(self) -> Iterator[DataProto]:

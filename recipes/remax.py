@@ -46,12 +46,14 @@ def train(run: Run) -> None:
     """Sample, answer greedily, reward both, update with the difference."""
     actor, rollout, reference = run.actor(), run.rollout(), run.reference()
     rollout.receive_weights(actor)
+    run.offload(actor, reference)
     run.evaluate(rollout)
     for prompts in run.steps():
         batch = prompts.union(rollout.generate(prompts))
         one_each = first_samples(prompts)
         greedy = one_each.union(rollout.generate(one_each, greedy=True))
         rollout.sleep()
+        run.reload(actor, reference)
 
         answers = [actor.log_probs(batch)]
         if reference is not None:
@@ -62,11 +64,13 @@ def train(run: Run) -> None:
         batch = run.advantages(batch.union(*answers))
 
         run.log(*[actor.update(part) for part in run.minibatches(batch, run.config.actor)])
+        run.offload(reference)
         rollout.wake(what="weights")
         run.log(rollout.receive_weights(actor))
+        run.save(actor)
+        run.offload(actor)
         rollout.wake(what="kv_cache")
         run.evaluate(rollout)
-        run.save(actor)
 
 
 def first_samples(batch: DataProto) -> DataProto:

@@ -15,8 +15,8 @@ from flowrl.config.compose import compose, to_tree
 from flowrl.console import StepConsole, reshard_phrase, seconds_phrase
 from flowrl.protocol import DataProto, Metric
 from flowrl.report import StepReport, TrainingFailed
-from flowrl.single_controller import Span
-from flowrl.timing import covered_seconds, phase_of
+from flowrl.single_controller import DeviceMemory, Span
+from flowrl.timing import covered_seconds, memory_ledger, phase_of
 from flowrl.tracking import Tracker
 
 
@@ -104,3 +104,18 @@ def test_the_tracker_writes_every_step_and_a_picture(tmp_path: Path) -> None:
     assert picture is not None and picture.stat().st_size > 5000
     (event,) = json.loads((tmp_path / "profile" / "step_1.json").read_text())["traceEvents"]
     assert event["name"] == "rollout.generate" and event["dur"] == pytest.approx(5e5)
+
+
+def test_the_memory_of_a_phase_is_that_of_its_worst_call() -> None:
+    spans = [
+        Span(None, 1, "actor", "update", 0.0, 1.0, DeviceMemory(peak=9, allocated=5, reserved=10, free=70, pinned=2)),
+        Span(None, 1, "actor", "update", 1.0, 2.0, DeviceMemory(peak=8, allocated=6, reserved=10, free=60, pinned=2)),
+        Span(None, 1, "rollout", "sleep", 2.0, 3.0),
+    ]
+    assert memory_ledger(spans) == {
+        "memory/update_actor/peak_bytes_max": 9.0,
+        "memory/update_actor/allocated_bytes_max": 6.0,
+        "memory/update_actor/reserved_bytes_max": 10.0,
+        "memory/update_actor/free_bytes_min": 60.0,
+        "memory/update_actor/pinned_bytes_max": 2.0,
+    }

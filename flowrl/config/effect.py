@@ -48,5 +48,7 @@ def _idle(config: Config) -> Iterator[tuple[str, str]]:
             )
     if config.cluster.device == "cpu":
         yield "rollout.gpu_memory_fraction", "cluster.device=cpu; remove it (rollout.kv_cache_bytes sizes the cache)"
+        for key in ("rollout.cuda_graphs", "actor.offload", "critic.offload", "reference.offload"):
+            yield key, "it is about GPUs, and cluster.device=cpu; remove it"
     if not config.data.eval_files:
         yield "data.eval_prompts", "data.eval_files is empty; remove it or give files"

@@ -51,6 +51,8 @@ def resolve(values: Mapping[str, Any], shapes: Shapes, machine: Machine, timesta
 
     default("cluster.device", "cuda" if machine.gpus else "cpu")
     cpu = out["cluster.device"] == "cpu"
+    free = machine.gpus * 2 // 3 if out["placement"] in APART else machine.gpus
+    default("cluster.devices", 2 if cpu else max(1, free))
     for role in APART.values():
         default(f"cluster.{role}_devices", max(1, out["cluster.devices"] // 2))
     quarter = machine.shared_memory_bytes // 4

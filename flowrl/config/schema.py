@@ -43,7 +43,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    devices: int = knob(2, "devices of the main pool: one process each", minimum=1)
+    devices: int = knob(
+        AUTO,
+        "devices of the main pool, one process each; auto: 2 on cpu; on cuda this machine's GPUs, two thirds of them under `placement=split`",
+        minimum=1,
+    )
     device: Device = knob(AUTO, "`cpu`, `cuda` or `auto` (cuda where torch sees one)")
     critic_devices: int = knob(
         AUTO,
@@ -133,6 +137,9 @@ class RolloutConfig:
         "KV cache per rank, bytes; auto: what max_batch_requests full sequences need, bounded by memory",
         minimum=1,
     )
+    cuda_graphs: bool = knob(
+        True, "on a GPU, compile the model and capture graphs of its decoding: faster, and half a minute more to start"
+    )
     gpu_memory_fraction: float = knob(0.4, "share of a GPU that the engine may use", minimum=0.05, maximum=0.95)
     fingerprint_every: int = knob(
         1, "compare trainer's and engine's weights after every n-th transfer; 0 is never", minimum=0
@@ -185,6 +192,9 @@ class EngineConfig:
     )
     distributed_optimizer: bool = knob(False, "shard optimizer states over data-parallel ranks")
     recompute: bool = knob(False, "recompute activations in the backward pass")
+    offload: bool = knob(
+        True, "on a GPU, weights and optimizer states wait in pinned host memory while the engine generates"
+    )
 
 
 @dataclass(frozen=True)

@@ -126,8 +126,9 @@ def measure(shape: ModelShape, options: BenchmarkOptions, device: str) -> tuple[
                 engines.remove("megatron_refit")
                 skipped.append({"engine": "megatron_refit", "rollout": rollout.text, "reason": refusal})
             job = _job(shape, options, rollout, device, str(folder), coded, tuple(engines))
-            backend = "nccl" if device == "cuda" else "gloo"
-            measured += run_ranks(options.world, backend, PRELOAD, RUN, job)[0]
+            # Libraries that have looked at a GPU do not survive a fork.
+            backend, preload = ("nccl", ()) if device == "cuda" else ("gloo", PRELOAD)
+            measured += run_ranks(options.world, backend, preload, RUN, job)[0]
     return measured, skipped
 
 

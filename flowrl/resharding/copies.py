@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from flowrl.resharding.steps import Slot
+
+if TYPE_CHECKING:
+    from flowrl.resharding.copies_gpu import CopyLaunch
 
 
 class Run(NamedTuple):
@@ -90,7 +93,40 @@ def in_place(pairs: Sequence[Pair], first: int, count: int, dtype: torch.dtype) 
     return pairs[0].view.reshape(-1) if (run.first, run.length) == (first, count) else None
 
 
+class Copies:
+    """Copies that are made again and again: each source into its target; rounds where the target is narrower.
+
+    On a GPU those between aligned memory of one type are one launch.
+    """
+
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self._launch: CopyLaunch | None = None
+        rest = list(zip(targets, sources, strict=True))
+        if rest and targets[0].device.type == "cuda":
+            self._launch, rest = _one_launch(rest)
+        self._targets, self._sources = [target for target, _ in rest], [source for _, source in rest]
+
+    def run(self) -> None:
+        """Make them, on a GPU on the current stream."""
+        if self._launch is not None:
+            self._launch.run()
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+
+
+def _one_launch(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[CopyLaunch | None, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """What makes all copies (target, source) that the kernel can make, and the others."""
+    # Only GPU hosts need have its compiler.
+    from flowrl.resharding.copies_gpu import CopyLaunch, boxes_of
+
+    boxes = [boxes_of(*pair) for pair in pairs]
+    rest = [pair for pair, there in zip(pairs, boxes, strict=True) if not there]
+    done = [(*pair, there) for pair, there in zip(pairs, boxes, strict=True) if there]
+    return CopyLaunch(*map(list, zip(*done, strict=True))) if done else None, rest
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Each source into its target, in one call; rounds where the target is narrower."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+    """Each source into its target, once."""
+    Copies(targets, sources).run()

@@ -9,11 +9,16 @@ processors have instructions: one pass over the weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from flowrl.resharding.families import Box, box_size
+
+if TYPE_CHECKING:
+    from flowrl.resharding.fingerprint_gpu import SumLaunch
 
 _CHUNK_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 14
@@ -101,6 +106,68 @@ def checksum(values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torc
         sketches = _sketches(part.view(torch.int8).flatten(0, -2), start, stop)
         total += (rows[first : first + step].flatten() * sketches).sum()
     return total
+
+
+Part = tuple[int, torch.Tensor, Box, tuple[int, ...]]
+"""(cell, values, box, shape of the whole tensor)."""
+
+
+class Checksums:
+    """Checksums of the same parts of memory, again and again: by cell the sum of those of its parts.
+
+    Errors: as of `checksum`.
+    """
+
+    def __init__(self, parts: Iterable[Part], num_cells: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._parts, self._dtype, self._device = list(parts), dtype, device
+        self._num_cells = num_cells
+        self._launch: SumLaunch | None = None
+        if device.type == "cuda":
+            self._launch, self._parts = _one_launch(self._parts, dtype, device)
+
+    def run(self) -> torch.Tensor:
+        """[num_cells] int64, of what is there now."""
+        cells = torch.zeros(self._num_cells, dtype=torch.int64, device=self._device)
+        if self._launch is not None:
+            self._launch.add_to(cells)
+        for cell, values, box, shape in self._parts:
+            cells[cell] += checksum(values, box, shape, self._dtype)
+        return cells
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Most bytes that `run` has alive at once, beside its result."""
+        sizes = [
+            temporary_bytes(values.numel(), values.numel() // max(1, len(values))) for _, values, *_ in self._parts
+        ]
+        return max(sizes, default=0)
+
+
+def _one_launch(parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> tuple[SumLaunch | None, list[Part]]:
+    """What adds the checksums that one kernel finds together, and the other parts: other types, other strides."""
+    # Only GPU hosts need have its compiler.
+    from flowrl.resharding import fingerprint_gpu
+
+    size, rest, matrices = _BYTES[dtype], [], []
+    num_rows, num_columns = 1, 1
+    for cell, values, box, shape in parts:
+        if values.dtype == dtype and values.dim() in (1, 2) and values.stride(-1) == 1:
+            matrix = (values if values.dim() == 2 else values[None]).view(torch.int8)
+            first = (box[0][0] if values.dim() == 2 else 0), box[-1][0] * size
+            if fingerprint_gpu.fits(matrix, first[1]):
+                matrices.append((matrix, *first, cell))
+                num_rows, num_columns = max(num_rows, first[0] + len(matrix)), max(num_columns, box[-1][1] * size)
+                continue
+        rest.append((cell, values, box, shape))
+    if not matrices:
+        return None, rest
+    blocks = [_weights(block, device) for block in range(-(-num_columns // _BLOCK_BYTES))]
+    weights = fingerprint_gpu.Weights(
+        rows=_random(torch.arange(num_rows, device=device)) | 1,
+        sketches=torch.cat(blocks).t().contiguous(),
+        mixer=_mixer(device),
+    )
+    return fingerprint_gpu.SumLaunch(matrices, weights), rest
 
 
 def _row_weights(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

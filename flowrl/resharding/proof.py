@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from flowrl.resharding.fingerprint import checksum, temporary_bytes
+from flowrl.resharding.fingerprint import Checksums
 from flowrl.resharding.recorder import Region
 from flowrl.resharding.steps import Counts
 from flowrl.resharding.world import World
 
 
-def prove(
-    counts: Counts,
-    shapes: Mapping[str, tuple[int, ...]],
-    held: Sequence[tuple[str, torch.Tensor]],
-    kept: Sequence[tuple[Region, torch.Tensor]],
-    dtype: torch.dtype,
-    world: World,
-) -> int:
-    """Compare the trainer's views `held` (tensor name, view) with the engine's; returns the extra bytes that it took.
+def prove(counts: Counts, trained: Checksums, kept: Sequence[Region], engine: Checksums, world: World) -> int:
+    """Compare what the trainer holds, by cells, with the engine's regions `kept`; returns the extra bytes that it took.
 
     Each element counts once on the trainer's side; on the engine's side every copy of every rank is compared, in
-    the engine's `dtype`. Collective over `world`.
+    the engine's type. Collective over `world`.
 
     Error: on all ranks alike, a `ValueError` that names rank, tensor and box of the first differences.
     """
-    device = world.device
-    cells = torch.zeros(counts.cells, dtype=torch.int64, device=device)
-    for count in counts.mine:
-        name, view = held[count.held]
-        cells[count.cell] += checksum(view[count.there], count.box, shapes[name], dtype)
-    world.all_reduce(cells, "the comparison of weights")
-    index = torch.tensor([cell for part in counts.sums for cell in part], dtype=torch.int64, device=device)
-    owner = torch.tensor(
-        [region for region, part in enumerate(counts.sums) for _ in part], dtype=torch.int64, device=device
-    )
-    expected = torch.zeros(len(kept), dtype=torch.int64, device=device).index_add_(0, owner, cells[index])
-    found = torch.zeros_like(expected)
-    for number, (region, place) in enumerate(kept):
-        found[number] = checksum(place, region.box, shapes[region.tensor], dtype)
-    _agree([kept[number][0] for number in (found != expected).nonzero().flatten().tolist()], world)
-    visited = [view for _, view in (*kept, *held)]
-    return max(temporary_bytes(view.numel(), view.numel() // max(1, len(view))) for view in visited)
+    cells = world.all_reduce(trained.run(), "the comparison of weights")
+    index = torch.tensor([cell for part in counts.sums for cell in part], dtype=torch.int64)
+    owner = torch.tensor([region for region, part in enumerate(counts.sums) for _ in part], dtype=torch.int64)
+    expected = torch.zeros(len(kept), dtype=torch.int64).index_add_(0, owner, cells.cpu()[index])
+    wrong = (engine.run().cpu() != expected).nonzero().flatten().tolist()
+    _agree([kept[number] for number in wrong], world)
+    return max(trained.temporary_bytes, engine.temporary_bytes)
 
 
 def _agree(wrong: Sequence[Region], world: World) -> None:

@@ -58,7 +58,8 @@ _DEEPSEEK = LatentShape(
     num_dense_layers=3, shared_ffn_size=2048, query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64,
 )  # fmt: skip
 
-LLAMA, QWEN3_MOE = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
+LLAMA, QWEN3_MOE, QWEN2 = "LlamaForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM"
+_QWEN2: dict[str, Any] = dict(qkv_bias=True, norm_eps=1e-6, rope_theta=1e6, max_positions=32768)
 SHAPES: dict[str, ModelShape] = {
     "llama-7b": _shape(LLAMA, 32, 4096, 11008, 32, 32, 32000),
     "llama-13b": _shape(LLAMA, 40, 5120, 13824, 40, 40, 32000),
@@ -70,6 +71,9 @@ SHAPES: dict[str, ModelShape] = {
         QWEN3_MOE, 94, 4096, 12288, 64, 4, 151936, rope_theta=1e6, max_positions=40960, **_experts(128, 8, 1536)
     ),
     "deepseek-v3": _DEEPSEEK,
+    "qwen2.5-0.5b": _shape(QWEN2, 24, 896, 4864, 14, 2, 151936, head_dim=64, tied=True, **_QWEN2),
+    "qwen2.5-1.5b": _shape(QWEN2, 28, 1536, 8960, 12, 2, 151936, tied=True, **_QWEN2),
+    "qwen2.5-7b": _shape(QWEN2, 28, 3584, 18944, 28, 4, 152064, **_QWEN2),
     "llama-1b": _shape(LLAMA, 16, 2048, 8192, 32, 8, 32000, head_dim=64),
     "llama-tiny": _shape(LLAMA, 4, 64, 192, 8, 4, 160, head_dim=8, max_positions=128),
     "qwen3-moe-1b": _shape(QWEN3_MOE, 16, 1024, 3072, 16, 4, 32000, head_dim=64, **_experts(32, 4, 512)),

@@ -9,7 +9,7 @@ of their own, and all copies, which are an order of magnitude faster than links,
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,10 +17,11 @@ import torch
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding.clock import Clock
-from flowrl.resharding.copies import Pair, copy_all, in_place, pair_up
+from flowrl.resharding.copies import Copies, Pair, copy_all, in_place, pair_up
 from flowrl.resharding.dtypes import side_dtype, wire_dtype
 from flowrl.resharding.exchange import start
 from flowrl.resharding.families import Box, hf_tensors
+from flowrl.resharding.fingerprint import Checksums
 from flowrl.resharding.layouts import Layouts
 from flowrl.resharding.prepare import prepare
 from flowrl.resharding.proof import prove
@@ -142,8 +143,14 @@ class Transfer:
         )
         self.plan, self._steps, self._counts = prepared.plan, prepared.steps, prepared.counts
         self._groups = self.world.groups(group.ranks for stage in self.plan.stages for group in stage.groups)
-        self._memory: list[int] | None = None
-        self._own: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._held: Sequence[Held] | None = None
+        self._own = Copies([], [])
+        self._trained = self._sums((), self._counts.cells)
+        kept = zip(recording.regions, self._places, strict=True)
+        self._kept = self._sums(
+            ((number, place, region.box, region.tensor) for number, (region, place) in enumerate(kept)),
+            len(self._places),
+        )
         self._buckets: list[_Bucket] = []
 
     def _views(self, held: Sequence[Held]) -> list[torch.Tensor]:
@@ -152,18 +159,27 @@ class Transfer:
         return [region.tensor.detach() for region in held]
 
     def _bind(self, held: Sequence[Held]) -> None:
-        """Find the places of all reads and writes, unless they are those of the last move."""
-        views = self._views(held)
-        memory = [view.data_ptr() for view in views]
-        if memory == self._memory:
+        """Find the places of all reads and writes, unless they are those of the last move. They are views, so they follow
+        storages that move."""
+        if held is self._held:
             return
+        views = self._views(held)
         copies = self._steps.copies
-        self._own = (
+        self._own = Copies(
             [self._places[copy.region][copy.target] for copy in copies],
             [views[copy.held][copy.source] for copy in copies],
         )
         self._buckets = [self._bound(step, views) for step in self._steps.steps]
-        self._memory = memory
+        mine = ((count, self._keys[count.held][0], views[count.held]) for count in self._counts.mine)
+        self._trained = self._sums(
+            ((count.cell, view[count.there], count.box, tensor) for count, tensor, view in mine), self._counts.cells
+        )
+        self._held = held
+
+    def _sums(self, parts: Iterable[tuple[int, torch.Tensor, Box, str]], num_cells: int) -> Checksums:
+        """In the engine's type; a part names its tensor."""
+        shaped = ((cell, values, box, self._shapes[tensor]) for cell, values, box, tensor in parts)
+        return Checksums(shaped, num_cells, self._recording.dtype, self._device)
 
     def _bound(self, step: Step, views: Sequence[torch.Tensor]) -> _Bucket:
         packs = (*pair_up(step.packs, views), *pair_up(step.relays, self._places))
@@ -181,7 +197,7 @@ class Transfer:
         began = time.perf_counter()
         clock, traffic = Clock(self._device), _Traffic()
         self._bind(held)
-        copy_all(*self._own)
+        self._own.run()
         clock.lap("local")
         before: _Travelling | None = None
         for bucket in self._buckets:
@@ -261,6 +277,5 @@ class Transfer:
 
         Collective. Error: as `proof.prove`.
         """
-        here = [(name, view) for (name, _), view in zip(self._keys, self._views(held), strict=True)]
-        there = list(zip(self._recording.regions, self._places, strict=True))
-        return prove(self._counts, self._shapes, here, there, self._recording.dtype, self.world)
+        self._bind(held)
+        return prove(self._counts, self._trained, self._recording.regions, self._kept, self.world)

@@ -19,6 +19,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from flowrl.single_controller.device_memory import DeviceMemory
 from flowrl.single_controller.failures import WorkerError, death_cause, log_tail, oom_kills
 from flowrl.single_controller.process import Answer
 
@@ -32,7 +33,8 @@ _DEATHS = (ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryErro
 
 @dataclass(frozen=True)
 class Span:
-    """One finished call as the driver's timeline shows it: times of the slowest rank, seconds since the epoch."""
+    """One finished call as the driver's timeline shows it: times of the slowest rank, seconds since the epoch, and on
+    GPUs the worst of all ranks' memory."""
 
     phase: str | None
     step: int | None
@@ -40,6 +42,7 @@ class Span:
     method: str
     start: float
     end: float
+    memory: DeviceMemory | None = None
 
 
 @dataclass(eq=False)
@@ -60,7 +63,8 @@ class Call:
 
     def span(self) -> Span:
         slowest = max(self.answers.values(), key=lambda answer: answer.end - answer.start)
-        return Span(self.phase, self.step, self.role, self.method, slowest.start, slowest.end)
+        memory = DeviceMemory.worst(answer.memory for answer in self.answers.values() if answer.memory is not None)
+        return Span(self.phase, self.step, self.role, self.method, slowest.start, slowest.end, memory)
 
 
 class Calls:

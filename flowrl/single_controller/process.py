@@ -13,12 +13,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import ray
 
 from flowrl.single_controller.failures import log_header
 from flowrl.single_controller.link import LinkArgument, Links, connect_store, open_store
+
+if TYPE_CHECKING:
+    from flowrl.single_controller.device_memory import DeviceMemory
 
 _on_thread = threading.local()
 
@@ -58,11 +61,12 @@ class Command:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank returns; times in seconds since the epoch."""
+    """What a rank returns; times in seconds since the epoch. `memory` is that of a method's call on a GPU."""
 
     value: Any
     start: float
     end: float
+    memory: DeviceMemory | None = None
 
 
 class Process:
@@ -159,15 +163,22 @@ class Process:
 
     def call(self, command: Command, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Answer:
         """Run one method of one role."""
+        import torch
+
+        from flowrl.single_controller import device_memory
+
         self._check_thread()
         args, kwargs = self._received(arguments)
         role = self._roles[command.role]
         method = getattr(role, command.method)
+        device = torch.device(self._device)
         start = time.time()
+        device_memory.begin(device)
         value = method(*args, **kwargs)
         if command.result == "batch":
             value = _checked_batch(f"{type(role).__name__}.{command.method}", command, value, [*args, *kwargs.values()])
-        return Answer(value if command.answer and command.result != "nothing" else None, start, time.time())
+        shown = value if command.answer and command.result != "nothing" else None
+        return Answer(shown, start, time.time(), device_memory.read(device))
 
     def drop(self, role: str) -> Answer:
         """Close a role and let it go."""

@@ -132,6 +132,16 @@ class ActorWorker(Worker):
         return DataProto(row_ids=batch.row_ids, metrics=metrics)
 
     @register(dispatch=broadcast)
+    def offload(self) -> None:
+        """Give this role's memory on a GPU to others until `reload`; without `offload` in its section nothing moves."""
+        self._engine.offload()
+
+    @register(dispatch=broadcast)
+    def reload(self) -> None:
+        """Take the memory back before the role is used again."""
+        self._engine.reload()
+
+    @register(dispatch=broadcast)
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder: complete or absent."""
         export_folder(self._engine, folder, BUCKET_BYTES)

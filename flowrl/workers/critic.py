@@ -77,6 +77,16 @@ class CriticWorker(Worker):
         return loss, {"clipped": clipped}
 
     @register(dispatch=broadcast)
+    def offload(self) -> None:
+        """Give this role's memory on a GPU to others until `reload`; without `offload` in its section nothing moves."""
+        self._engine.offload()
+
+    @register(dispatch=broadcast)
+    def reload(self) -> None:
+        """Take the memory back before the role is used again."""
+        self._engine.reload()
+
+    @register(dispatch=broadcast)
     def export(self, folder: str) -> None:
         """Write the trunk as a Hugging Face folder with the value head in a file of its own."""
         export_folder(self._engine, folder, BUCKET_BYTES)

@@ -37,6 +37,7 @@ from flowrl.workers.heads import CriticHead, PolicyHead, ValueHead
 from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.microbatch import MicroBatch, TokenColumns, fill, make_microbatch, plan_microbatches, token_rows
 from flowrl.workers.model import DTYPES, build_chunks, transformer_config
+from flowrl.workers.offload import Offload
 from flowrl.workers.optimizer import Optimizer, StepResult
 from flowrl.workers.weights import ModelWeights, expert_shard, global_parameters
 
@@ -102,6 +103,7 @@ class Engine:
         self.at = at
         self.dp_size = world_size // (layout.tp * layout.cp * layout.pp)
         self.is_last = self.at.pp == layout.pp - 1
+        self._offload = Offload(device)
         self.folder = HFFolder(folder)
         self.folder.check(shape, head=head.is_language_model)
         with cuda_on_cpu.active():
@@ -110,7 +112,7 @@ class Engine:
             if optim is None or not config.distributed_optimizer:
                 # The distributed optimizer makes a buffer of its own, of the same order, when it takes over.
                 hold_together(self._parameters)
-            self.weights.load(self.folder)
+            self._weights.load(self.folder)
             self._load_value_head()
             self._models: list[Any] = self._chunks
             if self._settings.bf16:
@@ -140,7 +142,7 @@ class Engine:
             for name, parameter in self._parameters.items()
             if self._head.is_language_model or not name.startswith("output_layer.")
         }
-        self.weights = ModelWeights(
+        self._weights = ModelWeights(
             self._shape, self._config.layout, self.places, parameters, head=self._head.is_language_model
         )
 
@@ -166,6 +168,24 @@ class Engine:
             distributed=distributed,
             total_steps=total_steps,
         )
+
+    @property
+    def weights(self) -> ModelWeights:
+        """Of this rank. Error: `ValueError` while they are on the host."""
+        self._offload.check("reading the weights")
+        return self._weights
+
+    def offload(self) -> None:
+        """Move weights and optimizer states to the host and free them and the gradients, which nobody needs between
+        two steps, on the device."""
+        if self._config.offload:
+            states = [] if self._optimizer is None else self._optimizer.states()
+            gradients = [] if self._optimizer is None else [p.main_grad for p in self._parameters.values()]
+            self._offload.leave(self._parameters.values(), states, gradients)
+
+    def reload(self) -> None:
+        """Bring back what `offload` moved. Optimizer states may still be on their way when this returns."""
+        self._offload.back()
 
     @property
     def position(self) -> MeshPosition:
@@ -194,6 +214,7 @@ class Engine:
 
         Collective: all ranks call it, those without rows too.
         """
+        self._offload.check("a forward pass")
         plan = self._microbatches(batch)
         with cuda_on_cpu.active(), torch.no_grad():
             outputs = self._run(plan, None) if plan else []
@@ -214,6 +235,7 @@ class Engine:
         absent), and `max_response_tokens` where the aggregation is sum-norm.
         """
         assert self._optimizer is not None, "a frozen model does not train"
+        self._offload.check("an update")
         lengths = batch.lengths("response_ids")
         num_tokens, num_rows = self._denominators(batch, lengths)
         plan = self._microbatches(batch)
@@ -231,6 +253,7 @@ class Engine:
         with cuda_on_cpu.active():
             self._optimizer.zero_grad()
             reports = self._run(plan, partial(self._weighted_loss, batch, loss, weights))
+            self._offload.finish()
             result.step = self._optimizer.step()
         _accumulate(result, reports)
         return result

@@ -16,9 +16,20 @@ from flowrl.resharding.baselines import BucketedGather, GatherAll, PerTensorGath
 from flowrl.resharding.clock import Clock
 from flowrl.resharding.families import hf_tensors, padded_vocab_size
 from flowrl.resharding.layouts import Layouts, common_places, rollout_places, train_places
+from flowrl.resharding.measure.device import copy_gb_per_second
 from flowrl.resharding.measure.job import Job
 from flowrl.resharding.measure.options import FLOWRL
-from flowrl.resharding.measure.rounds import Engine, Mover, as_json, gather, make_row, observe, slowest, time_moves
+from flowrl.resharding.measure.rounds import (
+    Engine,
+    Mover,
+    as_json,
+    gather,
+    make_row,
+    observe,
+    slowest,
+    time_fingerprint,
+    time_moves,
+)
 from flowrl.resharding.measure.truth import IndexCoded, Truth, differs, fill
 from flowrl.resharding.ranks import ParallelSizes, RankPlace, TrainPlace, grid
 from flowrl.resharding.recorder import Recording, place_of, record
@@ -178,7 +189,9 @@ class _Bench:
                 for region in side.recording.regions
             )
 
-        return Engine(name, mover, plan_seconds, self.poison, right, fingerprint, self.nested.bound_bytes)
+        places = [place_of(region, side.parameters[region.parameter]) for region in side.recording.regions]
+        installed = sum(place.nbytes for place in places)
+        return Engine(name, mover, plan_seconds, self.poison, right, fingerprint, self.nested.bound_bytes, installed)
 
     def _gatherer(self, name: str) -> Mover:
         trained, load = self._trained(), self.nested.shard.load_weights
@@ -224,7 +237,8 @@ class _Bench:
         def right() -> bool:
             return not any(differs(region.tensor, self.truth, region.name, region.box) for region in held)
 
-        return Engine("megatron_refit", mover, seconds, self.poison, right, None, self.nested.bound_bytes)
+        installed = sum(region.tensor.nbytes for region in held)
+        return Engine("megatron_refit", mover, seconds, self.poison, right, None, self.nested.bound_bytes, installed)
 
     def existing(self) -> list[torch.Tensor]:
         """Tensors that are there before a move."""
@@ -249,10 +263,20 @@ def run_job(job: Job) -> list[tuple[dict[str, Any], list[float]]]:
         seen[engine.name] = gather(observe(engine, bench.existing()))
         _say(f"{engine.name} to {job.rollout_text}: metered and checked in {time.perf_counter() - start:.1f} s")
     timed = time_moves(engines, job.repeat, bench.device)
+    copying = copy_gb_per_second(bench.device)
     labels = dict(model=job.model, world=job.world, train=job.train_text, rollout=job.rollout_text)
     rows = []
     for engine in engines:
         seconds, stages = slowest(gather(timed[engine.name]))
-        row = make_row(engine.name, labels, seen[engine.name], seconds, stages)
+        proofs = [taken for taken in gather(time_fingerprint(engine, bench.device)) if taken is not None]
+        row = make_row(
+            engine.name,
+            labels,
+            seen[engine.name],
+            seconds,
+            stages,
+            fingerprint_seconds=max(proofs, default=None),
+            copy_gb_per_second=copying,
+        )
         rows.append((as_json(row), seconds))
     return rows if bench.rank == 0 else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,14 @@ class Optimizer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+
+    def states(self) -> Iterator[torch.Tensor]:
+        """Moments and, where the model's weights are rounded ones, the exact weights; made with the first step."""
+        for part in self._optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     @torch.no_grad()
     def step(self) -> StepResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import ReferenceConfig
 from flowrl.protocol import DataProto, Ragged
-from flowrl.single_controller.dispatch import MeshPosition, split_over
+from flowrl.single_controller.dispatch import MeshPosition, broadcast, split_over
 from flowrl.single_controller.worker import Worker, register
 from flowrl.workers.engine import Engine
 from flowrl.workers.heads import PolicyHead
@@ -39,3 +39,13 @@ class ReferenceWorker(Worker):
             return DataProto(row_ids=batch.row_ids)
         column = Ragged.from_lengths(outputs[0].contiguous(), batch.lengths("response_ids"))
         return DataProto({"reference_log_probs": column}, row_ids=batch.row_ids)
+
+    @register(dispatch=broadcast)
+    def offload(self) -> None:
+        """Give this role's memory on a GPU to others until `reload`; without `offload` in its section nothing moves."""
+        self._engine.offload()
+
+    @register(dispatch=broadcast)
+    def reload(self) -> None:
+        """Take the memory back before the role is used again."""
+        self._engine.reload()

@@ -126,6 +126,7 @@ class RolloutWorker(Worker):
                 num_blocks=cache.num_blocks,
                 kv_cache_bytes=cache.num_bytes,
                 gpu_memory_fraction=config.gpu_memory_fraction,
+                cuda_graphs=config.cuda_graphs,
                 seed=seed,
             )
         )
@@ -252,6 +253,8 @@ class RolloutWorker(Worker):
 
     def close(self) -> None:
         self._leave()
+        # Views of the engine's memory would keep it.
+        self._parameters, self._transfer = {}, None
         self._engine.close()
 
 

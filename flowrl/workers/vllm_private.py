@@ -41,7 +41,6 @@ PRIVATE_NAMES = (
     "vllm.v1.engine.core:freeze_gc_heap",
     "vllm.v1.worker.gpu_worker:freeze_gc_heap",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-    "vllm.platforms:current_platform.dist_backend",
     "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
     "vllm.entrypoints.llm:LLM.collective_rpc",
     "vllm.entrypoints.llm:LLM.reset_prefix_cache",
@@ -91,6 +90,7 @@ class EngineSpec:
     num_blocks: int
     kv_cache_bytes: int
     gpu_memory_fraction: float
+    cuda_graphs: bool
     seed: int
 
 
@@ -168,7 +168,7 @@ _groups = _Groups()
 
 def _make_groups(tp_groups: list[list[int]], pp_groups: list[list[int]], local_rank: int) -> dict[str, Any]:
     state = importlib.import_module("vllm.distributed.parallel_state")
-    backend = importlib.import_module("vllm.platforms").current_platform.dist_backend
+    backend = dist.get_backend()
     for group in (*tp_groups, *pp_groups):
         # torch sorts the ranks of a new group and vLLM indexes the list: another order gives wrong tokens silently.
         assert group == sorted(group), f"ranks of a group must ascend: {group}"
@@ -310,8 +310,8 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         "seed": spec.seed,
     }
     if spec.device == "cuda":
-        return arguments | {"enable_sleep_mode": True, "gpu_memory_utilization": spec.gpu_memory_fraction}
-    return arguments | {"enforce_eager": True}
+        arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": spec.gpu_memory_fraction}
+    return arguments | {"enforce_eager": spec.device == "cpu" or not spec.cuda_graphs}
 
 
 def _give_intermediate_tensors(runner: Any, dtype: torch.dtype) -> None:

@@ -96,7 +96,7 @@ class ModelWeights:
         self.layout = layout
         self._stages = train_stage_layers(shape.num_layers, train_sizes(layout))
         self._parameters = dict(parameters)
-        self._held: tuple[list[int], list[HeldRegion]] = [], []
+        self._held: tuple[list[torch.Tensor], list[HeldRegion]] = [], []
         self._head = head
         self._places = [place.train for place in places if place.train is not None]
         self._table = self._stage(self._places[dist.get_rank()])
@@ -129,17 +129,18 @@ class ModelWeights:
     def held_regions(self) -> list[HeldRegion]:
         """Every box of a Hugging Face tensor that this rank holds, as a view of its parameter.
 
-        Views are made once, and anew where parameters have moved in memory.
+        Views are made once, and anew where parameters were pointed at other memory; they follow a storage that moves.
         """
-        memory = [parameter.data_ptr() for parameter in self._parameters.values()]
-        if memory != self._held[0]:
+        parameters = self._parameters.values()
+        there, regions = self._held
+        if [parameter.data_ptr() for parameter in parameters] != [place.data_ptr() for place in there]:
             regions = [
                 HeldRegion(piece.tensor, piece.source, parameter.name, _view(local.data, piece.target))
                 for parameter, local in ((row, self._parameters[row.name]) for row in self._table)
                 for piece in parameter.pieces
             ]
-            self._held = memory, regions
-        return self._held[1]
+            self._held = [parameter.data for parameter in parameters], regions
+        return regions
 
     def _sources(self) -> dict[str, list[_Source]]:
         """For each Hugging Face tensor, pieces that cover it exactly once: each from the first rank that holds it."""

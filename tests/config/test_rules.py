@@ -276,7 +276,9 @@ def test_a_small_machine_gets_small_defaults(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_devices_that_the_machine_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """RAY-04: requested against available, and the override to change."""
-    assert "needs 2 GPUs; torch sees 0 here; use cluster.device=cpu" in refusal("cluster.device=cuda")
+    assert "needs 2 GPUs; torch sees 0 here; use cluster.device=cpu" in refusal(
+        "cluster.device=cuda", "cluster.devices=2"
+    )
     assert "at most 20 devices" in refusal("cluster.devices=21", "data.prompts_per_step=64")
     message = refusal("cluster.devices=16", "placement=split", "cluster.critic_devices=5")
     assert "cluster.devices=16 and cluster.critic_devices=5 (together 21)" in message
@@ -286,8 +288,9 @@ def test_devices_that_the_machine_lacks_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         compose_module, "find_machine", lambda: Machine(2, 2**33, 2**32, gpus=1, gpu_memory_bytes=2**35)
     )
-    assert "needs 2 GPUs; torch sees 1 here" in refusal()
-    assert compose(["cluster.devices=1"]).actor.dtype == "bfloat16"
+    assert "needs 2 GPUs; torch sees 1 here" in refusal("cluster.devices=2")
+    default = compose([])
+    assert (default.cluster.devices, default.actor.dtype) == (1, "bfloat16")
 
 
 def test_a_joined_cluster_is_not_judged_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +317,7 @@ def test_a_joined_cluster_is_not_judged_by_this_machine(monkeypatch: pytest.Monk
         (["placement=standalone_rollout", "cluster.critic_devices=1"], "puts the critic on the main pool"),
         (["actor.optim.min_lr=1e-5"], "actor.optim.schedule=constant"),
         (["rollout.gpu_memory_fraction=0.5"], "cluster.device=cpu"),
+        (["actor.offload=false", "rollout.cuda_graphs=false"], "cluster.device=cpu"),
         (["data.eval_files=[]", "data.eval_prompts=3"], "data.eval_files is empty"),
         (["data.eval_files=[]", "trainer.eval_every=3"], "nothing to evaluate on"),
     ],

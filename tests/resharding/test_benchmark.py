@@ -53,6 +53,10 @@ ROW_FIELDS = [
     "gb_per_second",
     "bit_exact",
     "fingerprint_ok",
+    "fingerprint_seconds",
+    "installed_bytes_max",
+    "install_gb_per_second",
+    "copy_gb_per_second",
 ]
 TINY = SHAPES["llama-tiny"]
 
@@ -193,7 +197,7 @@ def test_baselines_buckets_hold_every_parameter_once_and_not_too_much() -> None:
 
 def seen(received: int, bound: int, **other: Any) -> Seen:
     values: dict[str, Any] = dict(
-        peak_extra_bytes=5, largest_temporary_bytes=3, num_collectives=1, num_copies=2, plan_seconds=0.1, bit_exact=True,
+        peak_extra_bytes=5, largest_temporary_bytes=3, num_collectives=1, num_copies=2, installed_bytes=8, plan_seconds=0.1, bit_exact=True,
         fingerprint_ok=True,
     )  # fmt: skip
     return Seen(received, bound, **(values | other))

@@ -15,7 +15,6 @@ import numpy
 import torch
 import torch.distributed as dist
 from models import VOCAB
-from safetensors.torch import load_file
 from scenarios import OPTIM, Cell, actor, call, place, sizes_of
 
 from flowrl.config.model_shape import read_model_shape
@@ -28,6 +27,7 @@ from flowrl.single_controller.dispatch import Mesh, neighbouring_rows
 from flowrl.single_controller.worker import construct
 from flowrl.workers import vllm_private
 from flowrl.workers.actor import ActorWorker
+from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.rollout import RolloutWorker
 
 Rows = dict[str, tuple[list[int], list[float], str, int]]
@@ -49,6 +49,7 @@ class Setup:
     top_k: int = 0
     dtype: str = "float32"
     max_batch_requests: int = 8
+    cuda_graphs: bool = False
 
 
 def engine_config(setup: Setup) -> RolloutConfig:
@@ -61,6 +62,8 @@ def engine_config(setup: Setup) -> RolloutConfig:
         top_k=setup.top_k,
         max_batch_requests=setup.max_batch_requests,
         kv_cache_bytes=64 << 20,
+        gpu_memory_fraction=0.1,
+        cuda_graphs=setup.cuda_graphs,
     )
 
 
@@ -198,12 +201,10 @@ def wait_for_a_silent_peer(store: str, seconds: float) -> float:
 
 def wrong_regions(role: RolloutWorker, folder: Path) -> list[str]:
     """Recorded regions whose elements in the engine are not, bit for bit, those of the folder in the engine's dtype."""
-    tensors = load_file(folder / "model.safetensors")
-    wrong = []
+    tensors, wrong = HFFolder(folder), []
     for region in role._recording.regions:
-        box = tuple(slice(*interval) for interval in region.box)
-        found = place_of(region, role._parameters[region.parameter])
-        if not torch.equal(found, tensors[region.tensor][box].to(found.dtype)):
+        found = place_of(region, role._parameters[region.parameter]).cpu()
+        if not torch.equal(found, tensors.read(region.tensor, region.box).to(found.dtype)):
             wrong.append(f"{region.tensor} {region.box}")
     return wrong
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,7 +84,8 @@ def sizes_of(cell: Cell) -> ParallelSizes:
 
 
 def place() -> Place:
-    return Place(rank=dist.get_rank(), world_size=dist.get_world_size())
+    device = torch.device(os.environ.get("FLOWRL_TEST_DEVICE", "cpu"))
+    return Place(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)
 
 
 def actor(

@@ -37,6 +37,7 @@ class Engine:
     check: Callable[[], bool]
     fingerprint: Callable[[], bool] | None
     bound_bytes: int
+    installed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Seen:
     largest_temporary_bytes: int
     num_collectives: int
     num_copies: int
+    installed_bytes: int
     plan_seconds: float
     bit_exact: bool
     fingerprint_ok: bool | None
@@ -65,7 +67,11 @@ class Timed:
 @dataclass(frozen=True)
 class Row:
     """One layout and engine, as it is written to JSON. Bytes are per rank; `ratio_to_bound` is None (not a number)
-    where something was received and nothing had to be. Seconds are the slowest rank's; stages are medians of it."""
+    where something was received and nothing had to be. Seconds are the slowest rank's; stages are medians of it.
+
+    `install_gb_per_second`: bytes of the generation shard, read and written, over the seconds of the whole move;
+    `copy_gb_per_second`: what a large copy within the GPU's memory reaches in the same run, None on a CPU.
+    """
 
     engine: str
     model: str
@@ -88,6 +94,10 @@ class Row:
     gb_per_second: float
     bit_exact: bool
     fingerprint_ok: bool | None
+    fingerprint_seconds: float | None
+    installed_bytes_max: int
+    install_gb_per_second: float
+    copy_gb_per_second: float | None
 
 
 def observe(engine: Engine, existing: Iterable[torch.Tensor]) -> Seen:
@@ -103,6 +113,7 @@ def observe(engine: Engine, existing: Iterable[torch.Tensor]) -> Seen:
         largest_temporary_bytes=meter.largest_bytes,
         num_collectives=meter.num_collectives,
         num_copies=meter.num_copies,
+        installed_bytes=engine.installed_bytes,
         plan_seconds=engine.plan_seconds,
         bit_exact=engine.check(),
         fingerprint_ok=None if engine.fingerprint is None else engine.fingerprint(),
@@ -122,6 +133,16 @@ def time_moves(engines: Sequence[Engine], repeat: int, device: torch.device) -> 
             if number >= WARM_UPS - 1:
                 timed[engine.name].append(Timed(time.perf_counter() - start, stages))
     return timed
+
+
+def time_fingerprint(engine: Engine, device: torch.device) -> float | None:
+    """Seconds of one more proof, warm; None for an engine without. Collective."""
+    if engine.fingerprint is None:
+        return None
+    _settle(device)
+    start = time.perf_counter()
+    engine.fingerprint()
+    return time.perf_counter() - start
 
 
 def _settle(device: torch.device) -> None:
@@ -156,12 +177,20 @@ def slowest(timed: Sequence[Sequence[Timed]]) -> tuple[list[float], dict[str, fl
 
 
 def make_row(
-    engine: str, labels: Mapping[str, Any], seen: Sequence[Seen], seconds: Sequence[float], stages: dict[str, float]
+    engine: str,
+    labels: Mapping[str, Any],
+    seen: Sequence[Seen],
+    seconds: Sequence[float],
+    stages: dict[str, float],
+    *,
+    fingerprint_seconds: float | None = None,
+    copy_gb_per_second: float | None = None,
 ) -> Row:
     """One row from what all ranks saw. `labels`: model, world, train, rollout."""
     received = [part.received_bytes for part in seen]
     bound = max(part.bound_bytes for part in seen)
     median = statistics.median(seconds)
+    installed = max(part.installed_bytes for part in seen)
     fingerprints = [part.fingerprint_ok for part in seen if part.fingerprint_ok is not None]
     return Row(
         engine=engine,
@@ -183,6 +212,10 @@ def make_row(
         gb_per_second=max(received) / median / 1e9,
         bit_exact=all(part.bit_exact for part in seen),
         fingerprint_ok=all(fingerprints) if fingerprints else None,
+        fingerprint_seconds=fingerprint_seconds,
+        installed_bytes_max=installed,
+        install_gb_per_second=2 * installed / median / 1e9,
+        copy_gb_per_second=copy_gb_per_second,
     )
 
 

@@ -18,7 +18,7 @@ class Truth(Protocol):
     """The values of a model's tensors."""
 
     def values(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """Elements `box` of tensor `name` in `dtype`, on the CPU."""
+        """Elements `box` of tensor `name` in `dtype`, best on torch's current default device."""
         ...
 
 
@@ -61,13 +61,16 @@ def chunks(box: Box) -> Iterator[tuple[slice, Box]]:
 def fill(target: torch.Tensor, truth: Truth, name: str, box: Box) -> None:
     """Write the box of a tensor into `target`, which has its shape."""
     for rows, part in chunks(box):
-        target[rows].copy_(truth.values(name, part, target.dtype))
+        with target.device:
+            target[rows].copy_(truth.values(name, part, target.dtype))
 
 
 def differs(found: torch.Tensor, truth: Truth, name: str, box: Box) -> bool:
     """Whether any bit of `found` is not that of the box of the tensor."""
     bits = _BITS[found.dtype][0]
-    return any(
-        not torch.equal(found[rows].cpu().view(bits), truth.values(name, part, found.dtype).contiguous().view(bits))
-        for rows, part in chunks(box)
-    )
+    for rows, part in chunks(box):
+        with found.device:
+            expected = truth.values(name, part, found.dtype).to(found.device).contiguous()
+        if not torch.equal(found[rows].contiguous().view(bits), expected.view(bits)):
+            return True
+    return False

@@ -1,0 +1,132 @@
+"""Everything that only a GPU can show, in one command: `python -m recipes.gpu_check out=FOLDER [parts=a,b] [together=4]`.
+
+Each part is a command with a time limit of its own, so that one that fails or hangs does not keep the others from their
+turn. Tests run side by side, measurements alone after them. The folder gets a log of every part, JUnit of the tests, what
+the benchmarks write, and `summary.json`; the table comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+TESTS = {"log_probs": 300, "updates": 240, "moves": 300, "runs": 400, "memory": 240}
+"""Files of tests/gpu with their limits in seconds."""
+ALONE = {"memory", "runs"}
+"""Tests that look at how much memory of the GPU is free; an engine that goes to sleep does, too."""
+SHAPES = {"llama-1b": 120, "qwen2.5-0.5b": 120, "qwen2.5-1.5b": 120, "qwen2.5-7b": 180}
+"""Models whose move from training to generation is measured on one GPU, with limits."""
+WIDTH = 160
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command. `alone`: nothing else runs meanwhile, because it measures."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_seconds: float
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    code: int | None
+    seconds: float
+    last_line: str
+
+
+def parts(out: Path) -> list[Part]:
+    """All parts, tests first."""
+    python = sys.executable
+    tests = [
+        Part(
+            f"test_{name}",
+            (python, "-m", "pytest", f"tests/gpu/test_{name}.py", "-q", f"--junitxml={out / f'test_{name}.xml'}"),
+            limit,
+            alone=name in ALONE,
+        )
+        for name, limit in TESTS.items()
+    ]
+    moves = [
+        Part(
+            f"reshard_{model}",
+            (
+                python,
+                "-m",
+                "flowrl.resharding.benchmark",
+                "world=1",
+                f"model={model}",
+                "train=tp1",
+                "rollout=tp1",
+                "device=cuda",
+                "repeat=20",
+                f"out={out / f'reshard_{model}'}",
+            ),
+            limit,
+            alone=True,
+        )  # fmt: skip
+        for model, limit in SHAPES.items()
+    ]
+    return tests + moves
+
+
+def run(part: Part, out: Path) -> Outcome:
+    """Run one part to its end or its limit; its whole process group is ended with it."""
+    log = out / f"{part.name}.log"
+    started = time.monotonic()
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            part.command, cwd=ROOT, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(part.limit_seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return Outcome(part.name, code, time.monotonic() - started, lines[-1][:WIDTH] if lines else "")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 0 where all parts ended well, else 1; 2 for bad input."""
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    unknown = given.keys() - {"out", "parts", "together"}
+    if unknown or not given.get("out"):
+        sys.stderr.write(f"{__doc__}\n")
+        return 2
+    out = Path(given["out"]).expanduser().absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = [part for part in parts(out) if not given.get("parts") or part.name in given["parts"].split(",")]
+    with ThreadPoolExecutor(int(given.get("together", "4"))) as pool:
+        outcomes = list(pool.map(lambda part: run(part, out), [part for part in chosen if not part.alone]))
+    outcomes += [run(part, out) for part in chosen if part.alone]
+    (out / "summary.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    table = Table(title="GPU check")
+    for heading in ("part", "result", "seconds", "last line"):
+        table.add_column(heading)
+    for outcome in outcomes:
+        result = {0: "ok", None: "TIME"}.get(outcome.code, f"exit {outcome.code}")
+        table.add_row(outcome.name, result, f"{outcome.seconds:.0f}", outcome.last_line)
+    Console(width=WIDTH).print(table)
+    return 0 if all(outcome.code == 0 for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,131 @@
+"""What the processes of the GPU tests do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rollout_scenarios import Setup, generate, pair, prompts, rollout, wrong_regions
+from scenarios import Cell, actor, call, figures, local_state, place, whole_gradients, whole_weights
+
+from flowrl.algorithms.distributions import log_probs_and_entropy
+from flowrl.protocol import DataProto, Ragged
+
+TEMPERATURE = 0.7
+LENGTHS = (40, 5, 33, 1)
+
+
+def hugging_face(folder: Path, batch: DataProto, dtype: str) -> torch.Tensor:
+    """Log-probs of all response tokens by transformers on the GPU, each row alone and unpadded."""
+    from transformers import AutoModelForCausalLM
+
+    device = place().device
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval().to(device)
+    parts = []
+    for prompt, response in zip(batch["prompt_ids"].rows(), batch["response_ids"].rows(), strict=True):
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, response])[None].to(device)).logits[0, len(prompt) - 1 : -1].float()
+        parts.append(log_probs_and_entropy(logits, response.to(device), TEMPERATURE, logits.shape[-1])[0])
+    return torch.cat(parts)
+
+
+def three_log_probs(folder: Path, num_ids: int, dtype: str, graphs: bool) -> dict[str, torch.Tensor]:
+    """Log-probs of sampled tokens by the engine that sampled them, the trainer, and transformers in the same and in full
+    precision."""
+    setup = Setup(num_ids=num_ids, dtype=dtype, temperature=TEMPERATURE, cuda_graphs=graphs)
+    role = rollout(folder, setup)
+    asked = prompts(LENGTHS, num_ids=num_ids)
+    rows = generate(role, asked)
+    role.close()
+    answers = [rows[row] for row in asked.row_ids]
+    responses = Ragged.from_rows([torch.tensor(answer[0]) for answer in answers], torch.int64)
+    batch = DataProto({"prompt_ids": asked["prompt_ids"], "response_ids": responses}, row_ids=asked.row_ids)
+    trainer = actor(folder, Cell(dtype=dtype), temperature=TEMPERATURE, num_ids=num_ids)
+    return {
+        "engine": torch.tensor([value for answer in answers for value in answer[1]]),
+        "trainer": call(trainer, trainer.log_probs, batch)["old_log_probs"].values,
+        "transformers": hugging_face(folder, batch, dtype),
+        "exact": hugging_face(folder, batch, "float32"),
+    }
+
+
+def updates(folder: Path, cells: Sequence[Cell], batch: DataProto, count: int = 1) -> list[dict[str, Any]]:
+    """Per cell: metrics of the last of some updates with one set of old log-probs, gradients and weights after it."""
+    results = []
+    for cell in cells:
+        role = actor(folder, cell)
+        ready = batch.union(call(role, role.log_probs, batch))
+        for _ in range(count):
+            metrics = figures(call(role, role.update, ready))
+        gradients = {} if cell.distributed_optimizer else whole_gradients(role._engine)
+        results.append({"metrics": metrics, "gradients": gradients, "weights": whole_weights(role._engine)})
+    return results
+
+
+def _free() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def take_turns(folder: Path, cell: Cell, setup: Setup, batch: DataProto, out: Path) -> dict[str, Any]:
+    """Two steps in which trainer and engine have the GPU's memory by turns, beside a trainer that stays."""
+    source, role = pair(folder, folder, cell, setup)
+    other = actor(folder, cell)
+    asked, found = prompts(LENGTHS, num_ids=setup.num_ids), {"free": {}, "rows": [], "wrong": [], "same": []}
+    free = found["free"]
+    for number in range(2):
+        free[number, "awake"] = _free()
+        role.sleep()
+        free[number, "engine asleep"] = _free()
+        source.reload()
+        free[number, "trainer back"] = _free()
+        for one in (source, other):
+            call(one, one.update, batch.union(call(one, one.log_probs, batch)))
+        free[number, "trained"] = _free()
+        role.wake(what="weights")
+        for parameter in role._parameters.values():
+            parameter.data.fill_(float("nan"))
+        moved = role.receive_weights(source)
+        assert moved.metrics["reshard/fingerprint_ok"].value == 1.0
+        twins = zip(local_state(source._engine), local_state(other._engine), strict=True)
+        found["same"].append(all(torch.equal(left, right) for left, right in twins))
+        source.offload()
+        free[number, "trainer away"] = _free()
+        role.wake(what="kv_cache")
+        found["rows"].append(generate(role, asked))
+    try:
+        source.log_probs(batch)
+    except ValueError as error:
+        found["error"] = str(error)
+    source.reload()
+    source.export(str(out / "turns"))
+    found["wrong"] = wrong_regions(role, out / "turns")
+    role.close()
+    return found
+
+
+def move_metrics(folder: Path, target: Path, dtype: str, num_ids: int) -> tuple[list[str], dict[str, float]]:
+    """Wrong regions and metrics of a move into an engine that was asleep."""
+    setup = Setup(num_ids=num_ids, dtype=dtype)
+    source, role = pair(target, folder, Cell(dtype=dtype), setup)
+    role.sleep()
+    role.wake(what="weights")
+    moved = role.receive_weights(source)
+    role.wake(what="kv_cache")
+    generate(role, prompts(LENGTHS, num_ids=num_ids))
+    wrong = wrong_regions(role, target)
+    role.close()
+    return wrong, {name: metric.value for name, metric in moved.metrics.items()}
+
+
+def two_engines(folder: Path) -> list[Any]:
+    """Responses of an engine and of a second one in the same process after it."""
+    answers = []
+    for setup in (Setup(), replace(Setup(), top_k=5)):
+        role = rollout(folder, setup)
+        answers.append(generate(role, prompts(LENGTHS)))
+        role.close()
+    return answers
