@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from flowrl.config.model_shape import ModelShape, read_model_shape
-from flowrl.config.schema import Config
+from flowrl.config.schema import Config, EngineConfig
 from flowrl.config.units import all_devices, optimizer_steps, pool_name, pools
 from flowrl.data.tokenizer import Tokenizer
 from flowrl.resharding.layouts import rollout_sizes, train_sizes
@@ -16,6 +18,8 @@ from flowrl.workers.critic import CriticWorker
 from flowrl.workers.environment import process_environment
 from flowrl.workers.reference import ReferenceWorker
 from flowrl.workers.rollout import RolloutWorker
+
+Section = TypeVar("Section", bound=EngineConfig)
 
 
 class Roles:
@@ -73,8 +77,8 @@ class Roles:
     def actor(self) -> ActorWorker:
         config = self._config
         return WorkerGroup.spawn(
-            self._pool("actor"), ActorWorker, self._model, self._shape, config.actor, name="actor", kl=config.kl,
-            temperature=config.rollout.temperature, num_tokenizer_ids=self._tokenizer.num_ids,
+            self._pool("actor"), ActorWorker, self._model, self._shape, self._section(config.actor, "actor"),
+            name="actor", kl=config.kl, temperature=config.rollout.temperature, num_tokenizer_ids=self._tokenizer.num_ids,
             total_optimizer_steps=self._steps.actor_total, seed=config.trainer.seed,
             beside=rollout_sizes(config.rollout) if self._together else None,
         )  # fmt: skip
@@ -86,8 +90,8 @@ class Roles:
             return None
         path, shape = self._model_of(config.critic.path)
         return WorkerGroup.spawn(
-            self._pool("critic"), CriticWorker, path, shape, config.critic, name="critic",
-            total_optimizer_steps=self._steps.critic_total, seed=config.trainer.seed,
+            self._pool("critic"), CriticWorker, path, shape, self._section(config.critic, "critic"),
+            name="critic", total_optimizer_steps=self._steps.critic_total, seed=config.trainer.seed,
         )  # fmt: skip
 
     def reference(self) -> ReferenceWorker | None:
@@ -97,8 +101,9 @@ class Roles:
             return None
         path, shape = self._model_of(config.reference.path)
         return WorkerGroup.spawn(
-            self._pool("reference"), ReferenceWorker, path, shape, config.reference, name="reference",
-            temperature=config.rollout.temperature, num_tokenizer_ids=self._tokenizer.num_ids, seed=config.trainer.seed,
+            self._pool("reference"), ReferenceWorker, path, shape, self._section(config.reference, "reference"),
+            name="reference", temperature=config.rollout.temperature, num_tokenizer_ids=self._tokenizer.num_ids,
+            seed=config.trainer.seed,
         )  # fmt: skip
 
     def rollout(self) -> RolloutWorker:
@@ -109,6 +114,11 @@ class Roles:
             max_prompt_tokens=config.data.max_prompt_tokens, seed=config.trainer.seed,
             beside=train_sizes(config.actor.layout) if self._together else None,
         )  # fmt: skip
+
+    def _section(self, section: Section, role: str) -> Section:
+        """A role's configuration; one that shares no device with the engine has nobody to make room for."""
+        shares = pool_name(self._config, role) == pool_name(self._config, "rollout")
+        return replace(section, offload=section.offload and shares)
 
     def _model_of(self, path: str) -> tuple[str, ModelShape]:
         if path == self._config.model.path:
