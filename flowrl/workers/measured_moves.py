@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,17 @@ from flowrl.resharding.families import hf_tensors, padded_vocab_size
 from flowrl.resharding.layouts import Layouts, common_places, rollout_places, train_places
 from flowrl.resharding.measure.job import Job
 from flowrl.resharding.measure.options import FLOWRL
-from flowrl.resharding.measure.rounds import Engine, Mover, as_json, gather, make_row, observe, slowest, time_moves
+from flowrl.resharding.measure.rounds import (
+    Engine,
+    Mover,
+    as_json,
+    gather,
+    give_back,
+    make_row,
+    observe,
+    slowest,
+    time_moves,
+)
 from flowrl.resharding.measure.truth import IndexCoded, Truth, differs, fill
 from flowrl.resharding.ranks import ParallelSizes, RankPlace, TrainPlace, grid
 from flowrl.resharding.recorder import Recording, place_of, record
@@ -242,7 +251,7 @@ def run_job(job: Job) -> list[tuple[dict[str, Any], list[float]]]:
     """On rank 0 a (row, seconds of the slowest rank by round) per engine; elsewhere nothing. Collective."""
     bench = _Bench(job)
     engines = [bench.engine(name) for name in job.engines]
-    gc.collect()
+    give_back()
     seen = {}
     for engine in engines:
         start = time.perf_counter()
