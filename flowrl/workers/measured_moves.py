@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from flowrl.resharding.measure.rounds import (
     Mover,
     as_json,
     gather,
+    give_back,
     make_row,
     observe,
     slowest,
@@ -256,7 +256,7 @@ def run_job(job: Job) -> list[tuple[dict[str, Any], list[float]]]:
     """On rank 0 a (row, seconds of the slowest rank by round) per engine; elsewhere nothing. Collective."""
     bench = _Bench(job)
     engines = [bench.engine(name) for name in job.engines]
-    gc.collect()
+    give_back()
     seen = {}
     for engine in engines:
         start = time.perf_counter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -103,6 +105,7 @@ class Row:
 def observe(engine: Engine, existing: Iterable[torch.Tensor]) -> Seen:
     """One metered move onto poisoned memory, checked. Collective."""
     engine.poison()
+    give_back()
     dist.barrier()
     with Meter(existing) as meter:
         engine.mover.move()
@@ -148,7 +151,18 @@ def time_fingerprint(engine: Engine, device: torch.device) -> float | None:
 def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    give_back()
     dist.barrier()
+
+
+def give_back() -> None:
+    """Return free memory of the C library's heap to the system: ranks of one host share what one engine has used."""
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except AttributeError:
+        # Only glibc has it; others return memory by themselves.
+        return
 
 
 def gather(value: Any) -> list[Any]:
