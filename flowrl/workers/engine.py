@@ -5,7 +5,7 @@ Actor, critic and reference differ in their head and their loss only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -180,7 +180,8 @@ class Engine:
         two steps, on the device."""
         if self._config.offload:
             states = [] if self._optimizer is None else self._optimizer.states()
-            gradients = [] if self._optimizer is None else [p.main_grad for p in self._parameters.values()]
+            trained: Iterable[Any] = [] if self._optimizer is None else self._parameters.values()
+            gradients = [parameter.main_grad for parameter in trained]
             self._offload.leave(self._parameters.values(), states, gradients)
 
     def reload(self) -> None:
