@@ -1,7 +1,8 @@
 """The tables of `docs/benchmarks/resharding.md`: `python -m flowrl.resharding.measure.page` writes them from their data.
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. NAME is a file of `docs/benchmarks/data` that the planning
-command wrote (`predicted-*.json`), or `measured`: all files there that the benchmark wrote (`measured-*.json`).
+command wrote (`predicted-*.json`) or the benchmark, or `measured`: all files there that it wrote on a CPU host
+(`measured-*.json`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def _table(name: str, data: Path) -> str:
         return "\n\n".join(measured(json.loads(file.read_text())) for file in files) or "(No results are stored yet.)"
     if not (data / name).is_file():
         raise ValueError(f"there is no {data / name}; write it with python -m flowrl.resharding.plan ... out=FILE")
-    return predicted(json.loads((data / name).read_text()))
+    content = json.loads((data / name).read_text())
+    return predicted(content) if name.startswith("predicted-") else measured(content)
 
 
 def predicted(content: Mapping[str, Any]) -> str:
