@@ -22,7 +22,7 @@ context.set_forkserver_preload(
     ]
 )
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 300.0
 
 
 def _main(rank: int, world_size: int, store: str, work: bytes, out: Connection) -> None:
