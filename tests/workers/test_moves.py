@@ -68,7 +68,7 @@ GRID: dict[str, tuple[str, int, list[Pair]]] = {
     "tied": ("tied", 4, list(product(UNEVEN, FEW))),
     "Qwen3Moe-one-stage": ("Qwen3Moe", 4, list(product(MIXED, [setup for setup in EXPERTS if setup.pp == 1]))),
     "Qwen3Moe-stages": ("Qwen3Moe", 4, list(product(MIXED, [setup for setup in EXPERTS if setup.pp > 1]))),
-    "Mixtral": ("Mixtral", 4, list(product(MIXED[1:4], EXPERTS))),
+    "Mixtral": ("Mixtral", 4, list(product([*MIXED[1:4], Cell(tp=4, ep=2, etp=2)], EXPERTS))),
     "single": ("single", 4, list(product([Cell(), Cell(tp=2), Cell(tp=4)], [Setup(), Setup(tp=2), Setup(tp=4)]))),
     "eight": ("wide", 8, list(product(WIDE, [Setup(tp=2), Setup(tp=8), Setup(tp=4, pp=2)]))),
 }

@@ -57,16 +57,6 @@ def test_four_ranks_with_experts_feed_engines_of_any_size(
     check_moves(model_folder[family], other_folder[family], 4, cells, setups)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
-def test_weights_of_a_mixture_arrive_over_the_grid_of_four_ranks(
-    model_folder: dict[str, Path], other_folder: dict[str, Path], family: str
-) -> None:
-    cells = [Cell(ep=4), Cell(ep=2, etp=2), Cell(tp=2, ep=4), Cell(tp=2, pp=2, etp=2), Cell(tp=4, ep=2, etp=2)]
-    setups = [Setup(tp=2), SPREAD, Setup(tp=2, pp=2), Setup(tp=2, pp=2, expert_parallel=True), Setup(tp=4)]
-    check_moves(model_folder[family], other_folder[family], 4, cells, setups)
-
-
 @pytest.mark.parametrize("cell", [Cell(ep=2), Cell(tp=2, etp=2)])
 @pytest.mark.parametrize("setup", [Setup(tp=2), SPREAD])
 def test_every_expert_is_at_its_own_place(

@@ -84,18 +84,6 @@ def test_four_ranks_of_tensor_and_pipeline_training_feed_one_engine_of_four(
     check_moves(model_folder["tied"], other_folder["tied"], 4, [train], [Setup(tp=4)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["Qwen3", "tied"])
-@pytest.mark.parametrize("generation", [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
-def test_weights_arrive_bit_exactly_over_the_grid_of_four_ranks(
-    model_folder: dict[str, Path], other_folder: dict[str, Path], family: str, generation: tuple[int, int]
-) -> None:
-    tp, pp = generation
-    cells = [Cell(tp=2), Cell(tp=4), Cell(tp=2, pp=2)]
-    cells.append(Cell(pp=2, first_stage_layers=1, distributed_optimizer=True))
-    check_moves(model_folder[family], other_folder[family], 4, cells, [Setup(tp=tp, pp=pp)])
-
-
 def test_temporary_memory_is_two_buckets_whatever_the_model(
     model_folder: dict[str, Path], other_folder: dict[str, Path]
 ) -> None:
