@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -57,11 +57,25 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.update(process_environment(device, options.world))
     # Megatron-core warns in every process of optional packages that flowrl does without.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    measured: list[Measured] = []
+    skipped: Skipped = []
+    failed = ""
     try:
-        measured, skipped = measure(shape, options, device)
+        for rows, left_out in measure(shape, options, device):
+            measured += rows
+            skipped += left_out
     except RankFailed as error:
-        sys.stderr.write(f"error: {error}\n")
+        failed = str(error)
+    if measured:
+        _report(options, device, measured, skipped)
+    if failed:
+        sys.stderr.write(f"error: {failed}\n")
         return EXIT_FAILED
+    return _verdict(measured)
+
+
+def _report(options: BenchmarkOptions, device: str, measured: Sequence[Measured], skipped: Skipped) -> None:
+    """Write and print what has been measured."""
     title = f"{options.model}, {options.dtype}, trained {options.train.text} on {options.world} ranks"
     if options.out is not None:
         report.write(options.out, title, report.results(measured, skipped, device), measured)
@@ -69,7 +83,6 @@ def main(arguments: Sequence[str]) -> int:
     console.print(report.console_table(title, measured))
     for one in skipped:
         console.print(f"not run: {one['engine']} to {one['rollout']}: {one['reason']}", highlight=False)
-    return _verdict(measured)
 
 
 def _make_folder(folder: Path) -> None:
@@ -112,15 +125,17 @@ def _check(shape: ModelShape, options: BenchmarkOptions, device: str) -> None:
         check_memory(shape, options, rollout, _memory_bytes(options, device))
 
 
-def measure(shape: ModelShape, options: BenchmarkOptions, device: str) -> tuple[list[Measured], Skipped]:
-    """Every engine on every layout; processes are fresh for each layout. Error: `RankFailed`."""
-    measured: list[Measured] = []
-    skipped: Skipped = []
+def measure(shape: ModelShape, options: BenchmarkOptions, device: str) -> Iterator[tuple[list[Measured], Skipped]]:
+    """Every engine on one layout after another, and what was left out; processes are fresh for each layout.
+
+    Error: `RankFailed`.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         coded = options.model in SHAPES
         folder = write_config(Path(scratch), shape, options.dtype) if coded else user_path(options.model)
         for rollout in options.rollouts:
             engines = [FLOWRL, *options.against]
+            skipped: Skipped = []
             refusal = refit_refusal(shape, options, rollout, _memory_bytes(options, device))
             if refusal is not None and "megatron_refit" in engines:
                 engines.remove("megatron_refit")
@@ -128,8 +143,7 @@ def measure(shape: ModelShape, options: BenchmarkOptions, device: str) -> tuple[
             job = _job(shape, options, rollout, device, str(folder), coded, tuple(engines))
             # Libraries that have looked at a GPU do not survive a fork.
             backend, preload = ("nccl", ()) if device == "cuda" else ("gloo", PRELOAD)
-            measured += run_ranks(options.world, backend, preload, RUN, job)[0]
-    return measured, skipped
+            yield run_ranks(options.world, backend, preload, RUN, job)[0], skipped
 
 
 def _job(

@@ -77,14 +77,18 @@ def _collect(receivers: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
         pending = {pipe: rank for rank, pipe in enumerate(receivers) if rank not in results}
+        failures: list[str] = []
         for pipe in wait(list(pending)):
             assert isinstance(pipe, Connection)
             rank = pending[pipe]
             try:
                 good, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
+                # The others fail because of it, and may have said so in the same moment.
                 raise RankFailed(f"the process of rank {rank} died") from None
             if not good:
-                raise RankFailed(f"rank {rank} failed:\n{value}")
+                failures.append(f"rank {rank} failed:\n{value}")
             results[rank] = value
+        if failures:
+            raise RankFailed(failures[0])
     return [results[rank] for rank in range(len(receivers))]

@@ -122,7 +122,7 @@ def _world(layout: Layout, key: str, given: int | None, *, what: str) -> int:
     if given not in (None, world):
         raise ValueError(
             f"{what}={layout.text} are {layout.model_ranks} x dp={layout.replicas} = {world} ranks and {key}={given}; "
-            f"leave one out"
+            f"make them equal, or leave dp out"
         )
     return world
 
@@ -139,7 +139,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
     rollout_world = rank_number(given, "rollout_world") if "rollout_world" in given else None
     for rollout in rollouts:
         if rollout.replicas is not None:
-            _world(rollout, "rollout_world", rollout_world or world, what="rollout")
+            key = "world" if rollout_world is None else "rollout_world"
+            _world(rollout, key, rollout_world or world, what="rollout")
     return Options(
         model=given["model"],
         train=train,
