@@ -38,7 +38,7 @@ def test_layout_strings_are_sizes_in_any_order() -> None:
         ([*TINY, "rollout=tp2etp2"], r"a rollout layout has no etp; it has tp, pp, ep, dp"),
         (["model=llama-tiny", "train=tp4pp2", "rollout=tp2"], r"add dp<replicas> to it or give world=<a multiple of 8>"),
         (["model=llama-tiny", "train=tp4dp3", "world=8", "rollout=tp2"], r"4 x dp=3 = 12 ranks and world=8; make them equal"),
-        ([*TINY, "rollout=tp2dp2"], r"rollout=tp2dp2 are 2 x dp=2 = 4 ranks and rollout_world=8"),
+        ([*TINY, "rollout=tp2dp2"], r"rollout=tp2dp2 are 2 x dp=2 = 4 ranks and world=8"),
         ([*TINY, "rollout=tp2", "nic_gb_s=fast"], r"nic_gb_s=fast is not a number"),
         ([*TINY, "rollout=tp2", "link_gb_s=0"], r"link_gb_s=0 must be from 1e-6 to 1e6 GB/s"),
         ([*TINY, "rollout=tp2", "nic_gb_s=nan"], r"nic_gb_s=nan must be from"),
