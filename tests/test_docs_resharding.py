@@ -95,6 +95,7 @@ def test_benchmark_commands_are_understood() -> None:
     for _, arguments in commands("flowrl.resharding.benchmark"):
         parsed = options.parse_options(arguments)
         options.check_model(planned_shape(parsed.model), parsed)
+        assert parsed.rollouts and parsed.out is not None
 
 
 @pytest.mark.slow
