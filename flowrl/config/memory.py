@@ -97,7 +97,7 @@ def _rollout(config: Config, shape: ModelShape) -> Memory:
 
 
 def microbatch_tokens(section: EngineConfig, config: Config) -> int:
-    """Padded tokens of the largest micro-batch: the budget, or one full row where that is longer."""
+    """Tokens of the largest micro-batch: the budget, or one full row where that is longer."""
     return max(section.tokens_per_microbatch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
 
 

@@ -187,7 +187,7 @@ class EngineConfig:
     dtype: DType = knob(AUTO, "weights and activations; auto: float32 on cpu, bfloat16 on cuda")
     tokens_per_microbatch: int = knob(
         AUTO,
-        "padded tokens (prompt and response) of one micro-batch on one data-parallel rank; auto: 4096, or one full row if that is longer",
+        "tokens (prompts and responses, without padding) of one micro-batch on one data-parallel rank; auto: 4096, or one full row if that is longer",
         minimum=1,
     )
     distributed_optimizer: bool = knob(False, "shard optimizer states over data-parallel ranks")

@@ -1,4 +1,7 @@
-"""Causal attention for Megatron-core over PyTorch's fused kernel, on CPU and CUDA alike."""
+"""Causal attention for Megatron-core within packed rows, with their rotary embeddings.
+
+Legend: T tokens, H query heads and G key/value heads of this rank, d head size.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,86 @@ from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tens
 from megatron.core.transformer.attention import SelfAttention  # type: ignore[import-untyped]
 from torch.nn.functional import scaled_dot_product_attention
 
+from flowrl.workers.packed import Block, PackedRows
+
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+"""Those that the kernel for packed rows takes."""
+
+
+def turned(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """x: [T, heads, d], each pair of its elements i and i + d / 2 turned by the angles of its position (Su et al. 2021,
+    section 3.4.2, with pairs as in Llama)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+
+
+def prepare(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query: [T, H, d], key and value: [T, G, d] -> query, key, value with rotary embeddings, [T, H, d] each.
+
+    Not every kernel takes fewer key/value heads than query heads, and those that do are not in every torch.
+    """
+    query, key = turned(query, cosines, sines), turned(key, cosines, sines)
+    ratio = query.shape[1] // key.shape[1]
+    if ratio > 1:
+        key, value = (x[:, :, None].expand(-1, -1, ratio, -1).flatten(1, 2) for x in (key, value))
+    return query, key, value
+
+
+_prepare = torch.compile(prepare) if torch.cuda.is_available() else prepare
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """softmax(q k^T / sqrt(d)) v over earlier positions of the same row; all [T, H, d]."""
+    if query.is_cuda and query.dtype in FLASH_DTYPES:
+        return _attention_packed(query, key, value, rows)
+    return torch.cat([_attention_padded(query, key, value, block) for block in rows.blocks])
+
+
+def _attention_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    # Not in every torch that runs on a CPU.
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(query, key, value, rows.starts, rows.starts, rows.longest, rows.longest, window_size=(-1, 0))
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _attention_padded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> torch.Tensor:
+    """Of the rows of a block, [its tokens, H, d]."""
+    q, k, v = (_pad(x[block.tokens], block) for x in (query, key, value))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
+    return out if block.places is None else out.index_select(0, block.places)
+
+
+def _pad(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """x: [tokens, H, d] -> [rows, H, width, d]."""
+    if block.places is not None:
+        x = x.new_zeros(block.rows * block.width, *x.shape[1:]).index_copy_(0, block.places, x)
+    return x.view(block.rows, block.width, *x.shape[1:]).transpose(1, 2)
+
 
 class CausalAttention(torch.nn.Module):
-    """Megatron-core's `core_attention`: softmax(q k^T / sqrt(d)) v over earlier positions, for right-padded rows."""
+    """Megatron-core's `core_attention` for packed rows."""
 
-    def __init__(self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
-        self.scale = softmax_scale
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None = None, **_: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedRows,
+        **_: Any,
     ) -> torch.Tensor:
-        """query: [s, b, heads, d], key and value: [s, b, kv_heads, d] -> [s, b, heads * d]."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        ratio = q.shape[1] // k.shape[1]
-        if ratio > 1:
-            # Not every kernel takes fewer key/value heads than query heads, and those that do are not in every torch.
-            k, v = k.repeat_interleave(ratio, dim=1), v.repeat_interleave(ratio, dim=1)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        """query: [T, 1, H, d], key and value: [T, 1, G, d] -> [T, 1, H * d]."""
+        rows = packed_seq_params
+        q, k, v = _prepare(query[:, 0], key[:, 0], value[:, 0], rows.cosines, rows.sines)
+        return attention(q, k, v, rows).flatten(1)[:, None]
 
 
 class GroupedSelfAttention(SelfAttention):  # type: ignore[misc]

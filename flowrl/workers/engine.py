@@ -36,7 +36,7 @@ from flowrl.workers.groups import process_groups
 from flowrl.workers.heads import CriticHead, PolicyHead, ValueHead
 from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.microbatch import MicroBatch, TokenColumns, fill, make_microbatch, plan_microbatches, token_rows
-from flowrl.workers.model import DTYPES, build_chunks, transformer_config
+from flowrl.workers.model import DTYPES, build_chunks, rotary_frequencies, transformer_config
 from flowrl.workers.offload import Offload
 from flowrl.workers.optimizer import Optimizer, StepResult
 from flowrl.workers.weights import ModelWeights, expert_shard, global_parameters
@@ -124,6 +124,7 @@ class Engine:
 
     def _build(self, seed: int) -> None:
         self._settings = transformer_config(self._shape, self._config)
+        self._frequencies = rotary_frequencies(self._shape).to(self._device)
         # Sequence parallelism cuts the positions evenly.
         self._width_multiple = self._config.layout.tp if self._settings.sequence_parallel else 1
         self._chunks = build_chunks(
@@ -307,7 +308,9 @@ class Engine:
             microbatch = next(iterator)
             if self.head is not None and model is self._models[-1]:
                 self.head.select(microbatch.selection)
-            return model(microbatch.token_ids, None, None), partial(_collect, microbatch, consume)
+            microbatch.packed.turn(self._frequencies, DTYPES[self._config.dtype])
+            output = model(microbatch.token_ids, None, None, packed_seq_params=microbatch.packed)
+            return output, partial(_collect, microbatch, consume)
 
         pp = self.groups.pp
         vp_size = self._settings.virtual_pipeline_model_parallel_size
@@ -318,7 +321,7 @@ class Engine:
             model=self._models,
             num_microbatches=len(microbatches),
             seq_length=microbatches[0].token_ids.shape[1],
-            micro_batch_size=microbatches[0].token_ids.shape[0],
+            micro_batch_size=1,
             forward_only=consume is None,
             collect_non_loss_data=consume is None,
             pg_collection=self.groups,

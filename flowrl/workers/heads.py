@@ -21,9 +21,8 @@ from flowrl.workers.vocabulary import token_outputs
 
 @dataclass(frozen=True)
 class Selection:
-    """T response tokens of a micro-batch: the row and position whose hidden state predicts each, and its id; each [T]."""
+    """T response tokens of a micro-batch: the place whose hidden state predicts each, and its id; each [T]."""
 
-    rows: torch.Tensor
     positions: torch.Tensor
     targets: torch.Tensor
 
@@ -38,7 +37,7 @@ class _Head(torch.nn.Module):
         self.selection: Selection | None = None
 
     def whole(self, hidden: torch.Tensor, *, partial_gradients: bool) -> torch.Tensor:
-        """hidden: [s or s / tp, b, h] -> [s, b, h]. With `partial_gradients` each rank's gradient is a part of a sum
+        """hidden: [s or s / tp, 1, h] -> [s, 1, h]. With `partial_gradients` each rank's gradient is a part of a sum
         over the ranks; otherwise all have the same one."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(  # type: ignore[no-any-return]
@@ -53,11 +52,11 @@ class _Head(torch.nn.Module):
         self.selection = selection
 
     def chosen(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Selection]:
-        """hidden: [s, b, h] -> [T, h] at the chosen positions."""
+        """hidden: [s, 1, h] -> [T, h] at the chosen positions."""
         selection = self.selection
         assert selection is not None, "select() comes before forward()"
         self.selection = None
-        return hidden[selection.positions, selection.rows], selection
+        return hidden[selection.positions, 0], selection
 
 
 class LogProbHead(_Head):
@@ -84,7 +83,7 @@ class LogProbHead(_Head):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """hidden: [s or s / tp, b, h] -> ([T, 2] float32: log-prob, entropy; None)."""
+        """hidden: [s or s / tp, 1, h] -> ([T, 2] float32: log-prob, entropy; None)."""
         weight = self.weight if weight is None else weight
         assert weight is not None, "the tied weight comes with the call"
         chosen, selection = self.chosen(self.whole(hidden, partial_gradients=True))
@@ -114,7 +113,7 @@ class ValueHead(_Head):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """hidden: [s or s / tp, b, h] -> ([T, 1] float32, None)."""
+        """hidden: [s or s / tp, 1, h] -> ([T, 1] float32, None)."""
         chosen, _ = self.chosen(self.whole(hidden, partial_gradients=False))
         return (chosen @ self.weight.t()).float(), None
 

@@ -1,4 +1,4 @@
-"""Cutting the rows of a call into micro-batches: integers first, then padded tensors."""
+"""Cutting the rows of a call into micro-batches: integers first, then packed tensors."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ import torch
 
 from flowrl.protocol import DataProto, Ragged
 from flowrl.workers.heads import Selection
+from flowrl.workers.packed import PackedRows
 
 logger = logging.getLogger(__name__)
 
 
 def plan_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Rows of each micro-batch, such that (rows x longest row) is at most `max_tokens`.
+    """Rows of each micro-batch, such that it has at most `max_tokens`.
 
-    `lengths` are tokens of prompt and response. Rows of similar length come together, longest first, so padding is
-    small and the largest micro-batch comes first. A row that alone exceeds the budget gets its own micro-batch.
+    `lengths` are tokens of prompt and response. Rows of similar length come together, longest first, so the micro-batch
+    whose attention costs most comes first. A row that alone exceeds the budget gets its own micro-batch.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     plan: list[list[int]] = []
+    tokens = 0
     for row in order:
-        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
+        if plan and tokens + lengths[row] <= max_tokens:
             plan[-1].append(row)
         else:
             plan.append([row])
+            tokens = 0
+        tokens += lengths[row]
     return plan
 
 
@@ -38,14 +42,15 @@ def fill(plan: list[list[int]], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Right-padded rows of a call. B rows, S longest, T response tokens in all.
+    """Rows of a call one behind the other. S tokens in all, T of responses.
 
-    `rows` [B] are row numbers of the call; `token_ids` [B, S] int64; `lengths` [B] response tokens per row;
-    `selection` names the T positions that predict the response tokens, row by row.
+    `rows` [B] are row numbers of the call; `token_ids` [1, S] int64; `packed` says where rows begin; `lengths` [B]
+    response tokens per row; `selection` names the T places that predict the response tokens, row by row.
     """
 
     rows: list[int]
     token_ids: torch.Tensor
+    packed: PackedRows
     lengths: torch.Tensor
     selection: Selection
 
@@ -62,25 +67,24 @@ def make_microbatch(
     device: torch.device,
     multiple: int = 1,
 ) -> MicroBatch:
-    """Pad the given rows to the longest, and that to a `multiple`. No rows at all make one row of one token without response: work of weight zero, which a
-    replica without rows does so that collectives meet."""
-    pairs = [(prompts[row], responses[row]) for row in rows] or [(torch.zeros(1, dtype=torch.int64), torch.empty(0))]
+    """Pack the given rows, with padding at the end of the last one up to a `multiple`.
+
+    No rows at all make one row of one token without response: work of weight zero, which a replica without rows does so
+    that collectives meet.
+    """
+    nothing = torch.empty(0, dtype=torch.int64)
+    pairs = [(prompts[row], responses[row]) for row in rows] or [(torch.zeros(1, dtype=torch.int64), nothing)]
+    token_ids = torch.cat([ids for pair in pairs for ids in pair])
+    padding = -len(token_ids) % multiple
+    whole = [len(prompt) + len(response) for prompt, response in pairs]
     lengths = torch.tensor([len(response) for _, response in pairs], dtype=torch.int64)
-    longest = max(len(prompt) + len(response) for prompt, response in pairs)
-    width = -(-longest // multiple) * multiple
-    token_ids = torch.zeros(len(pairs), width, dtype=torch.int64)
-    for row, (prompt, response) in enumerate(pairs):
-        token_ids[row, : len(prompt)] = prompt
-        token_ids[row, len(prompt) : len(prompt) + len(response)] = response
-    total = int(lengths.sum())
-    row_of_token = torch.repeat_interleave(torch.arange(len(pairs)), lengths)
-    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    first = torch.tensor([len(prompt) for prompt, _ in pairs], dtype=torch.int64)
-    own = first[row_of_token] + torch.arange(total) - starts
-    selection = Selection(
-        rows=row_of_token.to(device), positions=(own - 1).to(device), targets=token_ids[row_of_token, own].to(device)
-    )
-    return MicroBatch(rows, token_ids.to(device), lengths, selection)
+    # Before token j of all responses lie j of them, and the prompts up to that of its row.
+    prompt_tokens = torch.tensor([len(prompt) for prompt, _ in pairs]).cumsum(0)
+    own = torch.repeat_interleave(prompt_tokens, lengths) + torch.arange(int(lengths.sum()))
+    selection = Selection(positions=(own - 1).to(device), targets=token_ids[own].to(device))
+    whole[-1] += padding
+    padded = torch.nn.functional.pad(token_ids, (0, padding))
+    return MicroBatch(rows, padded[None].to(device), PackedRows(whole, device), lengths, selection)
 
 
 def token_rows(

@@ -65,7 +65,7 @@ def transformer_config(shape: ModelShape, config: EngineConfig) -> TransformerCo
         perform_initialization=False,
         # Losses come as weighted sums over the whole mini-batch: nothing may divide by replicas or micro-batches.
         calculate_per_token_loss=True,
-        # Micro-batches differ in width. Megatron-core demands this dispatcher with it, for dense models too.
+        # Micro-batches differ in length. Megatron-core demands this dispatcher with it, for dense models too.
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type="alltoall",
         # The fused kernels of these live in apex and Transformer Engine, which flowrl does without.
@@ -146,8 +146,6 @@ def _build_chunk(
     )
     spec.submodules.self_attention.module = GroupedSelfAttention
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
-    scaling = shape.rope_scaling or {}
-    linear = scaling.get("rope_type") == "linear"
     vpp = settings.virtual_pipeline_model_parallel_size
     model = GPTModel(
         settings,
@@ -157,16 +155,12 @@ def _build_chunk(
         pre_process=groups.pp.rank() == 0 and vp_stage in (None, 0),
         post_process=groups.pp.rank() == groups.pp.size() - 1 and (vp_stage is None or vp_stage == vpp - 1),
         share_embeddings_and_output_weights=shape.tied and head,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-        seq_len_interpolation_factor=float(scaling["factor"]) if linear else None,
+        # The attention applies rotary embeddings itself.
+        position_embedding_type="none",
         pg_collection=groups,
         vp_stage=vp_stage,
     )
     _mark_split_weights(model)
-    if scaling.get("rope_type") == "llama3":
-        # Megatron-core's own llama3 scaling has the original context length 8192 built in.
-        model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, scaling, shape.max_positions)
     return model
 
 
@@ -181,6 +175,20 @@ def _mark_split_weights(model: GPTModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
             if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.is_expert:
                 module.weight.allreduce = False
+
+
+def rotary_frequencies(shape: ModelShape) -> torch.Tensor:
+    """Angle per position of each pair of a head's elements, [d / 2] float32, radians; stretched as the model's config says.
+
+    Errors: as `llama3_frequencies`.
+    """
+    frequencies = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
+    scaling = shape.rope_scaling or {}
+    if scaling.get("rope_type") == "linear":
+        return frequencies / float(scaling["factor"])
+    if scaling.get("rope_type") == "llama3":
+        return llama3_frequencies(frequencies, scaling, shape.max_positions)
+    return frequencies
 
 
 def llama3_frequencies(frequencies: torch.Tensor, scaling: dict[str, Any], max_positions: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ def test_plan_holds_every_row_once_within_the_budget(lengths: list[int], budget:
     plan = plan_microbatches(lengths, budget)
     assert sorted(row for part in plan for row in part) == list(range(len(lengths)))
     for part in plan:
-        assert len(part) == 1 or len(part) * max(lengths[row] for row in part) <= budget
+        assert len(part) == 1 or sum(lengths[row] for row in part) <= budget
     longest = [max(lengths[row] for row in part) for part in plan]
     assert longest == sorted(longest, reverse=True)
 
@@ -28,20 +28,32 @@ def test_replica_with_fewer_micro_batches_takes_empty_ones() -> None:
     assert fill([[2, 0]], 3) == [[2, 0], [], []]
 
 
-def test_rows_are_padded_on_the_right_and_only_generated_tokens_are_chosen() -> None:
+def test_rows_are_packed_and_only_generated_tokens_are_chosen() -> None:
     """MSK-01: the length is what was generated; a row that never ended is not longer, padding takes no part."""
     prompts = [torch.tensor([1, 2, 3]), torch.tensor([4])]
     responses = [torch.tensor([5, 6]), torch.tensor([7, 8, 9])]
     made = make_microbatch([0, 1], prompts, responses, CPU)
-    assert made.token_ids.tolist() == [[1, 2, 3, 5, 6], [4, 7, 8, 9, 0]]
-    assert made.selection.rows.tolist() == [0, 0, 1, 1, 1]
-    assert made.selection.positions.tolist() == [2, 3, 0, 1, 2]
+    assert made.token_ids.tolist() == [[1, 2, 3, 5, 6, 4, 7, 8, 9]]
+    assert made.packed.starts.tolist() == [0, 5, 9] and made.packed.longest == 5
+    assert made.selection.positions.tolist() == [2, 3, 5, 6, 7]
     assert made.selection.targets.tolist() == [5, 6, 7, 8, 9]
+    padded = make_microbatch([1, 0], prompts, responses, CPU, multiple=4)
+    assert padded.token_ids.tolist() == [[4, 7, 8, 9, 1, 2, 3, 5, 6, 0, 0, 0]]
+    assert padded.packed.starts.tolist() == [0, 4, 12]
+    assert padded.selection.positions.tolist() == [0, 1, 2, 6, 7] and padded.lengths.tolist() == [3, 2]
+
+
+def test_row_without_response_is_packed_like_the_others() -> None:
+    made = make_microbatch(
+        [0, 1], [torch.tensor([1, 2]), torch.tensor([3])], [torch.empty(0).long(), torch.tensor([4])], CPU
+    )
+    assert made.packed.starts.tolist() == [0, 2, 4] and made.selection.positions.tolist() == [2]
 
 
 def test_empty_micro_batch_is_one_row_without_response() -> None:
     made = make_microbatch([], [], [], CPU)
     assert made.token_ids.shape == (1, 1) and made.num_tokens == 0 and made.lengths.tolist() == [0]
+    assert make_microbatch([], [], [], CPU, multiple=2).packed.starts.tolist() == [0, 2]
 
 
 def table(**columns: object) -> DataProto:
