@@ -314,6 +314,13 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
     return arguments | {"enforce_eager": spec.device == "cpu" or not spec.cuda_graphs}
 
 
+def plain_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Those of vLLM alone with the settings of an engine of one rank: vLLM starts its processes, and does not sleep."""
+    assert spec.tp == spec.pp == 1
+    ours = ("distributed_executor_backend", "enable_sleep_mode")
+    return {name: value for name, value in _arguments(spec).items() if name not in ours}
+
+
 def _give_intermediate_tensors(runner: Any, dtype: torch.dtype) -> None:
     """The CPU runner skips the warm-up in which later pipeline stages make the buffers they receive into."""
     group = importlib.import_module("vllm.distributed.parallel_state").get_pp_group()

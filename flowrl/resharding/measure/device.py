@@ -1,13 +1,37 @@
-"""What a GPU's memory can do: the ceiling that installing is compared with."""
+"""What a device can do: the ceilings that measured work is compared with."""
 
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable
 
 import torch
 
 COPY_BYTES = 1 << 30
+PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
+"""Rows and columns of the matrices whose product is timed."""
 WARM_UPS, REPEATS = 3, 10
+
+
+def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Of `work` alone, after some that do not count; on a GPU by its own clock."""
+    seconds: list[float] = []
+    for number in range(WARM_UPS + repeats):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            work()
+            end.record()
+            torch.cuda.synchronize(device)
+            taken = start.elapsed_time(end) / 1e3
+        else:
+            begun = time.perf_counter()
+            work()
+            taken = time.perf_counter() - begun
+        if number >= WARM_UPS:
+            seconds.append(taken)
+    return statistics.median(seconds)
 
 
 def copy_gb_per_second(device: torch.device) -> float | None:
@@ -17,13 +41,12 @@ def copy_gb_per_second(device: torch.device) -> float | None:
     # Random, because some chips move zeros faster.
     source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds: list[float] = []
-    for number in range(WARM_UPS + REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize(device)
-        if number >= WARM_UPS:
-            seconds.append(start.elapsed_time(end) / 1e3)
-    return 2 * COPY_BYTES / statistics.median(seconds) / 1e9
+    return 2 * COPY_BYTES / median_seconds(lambda: target.copy_(source), device) / 1e9
+
+
+def product_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of one large matrix product, 1e12, median."""
+    size = PRODUCT_SIZE[device.type]
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * size**3 / median_seconds(lambda: torch.mm(left, right, out=out), device) / 1e12

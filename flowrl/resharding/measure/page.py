@@ -1,8 +1,8 @@
-"""The tables of `docs/benchmarks/resharding.md`: `python -m flowrl.resharding.measure.page` writes them from their data.
+"""The tables of the pages in `docs/benchmarks`: `python -m flowrl.resharding.measure.page` writes them from their data.
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. NAME is a file of `docs/benchmarks/data` that the planning
-command wrote (`predicted-*.json`) or the benchmark, or `measured`: all files there that it wrote on a CPU host
-(`measured-*.json`).
+command wrote (`predicted-*.json`) or the benchmark of moves, or the first part of such names, for all files that have it:
+`measured` (moves on a CPU host), and the kinds of `gpu_tables`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.resharding.measure import gpu_tables
 from flowrl.resharding.measure.report import cells
 
 DOCUMENT = Path("docs/benchmarks/resharding.md")
+DOCUMENTS = (DOCUMENT, Path("docs/benchmarks/gpu.md"))
 _PLACE = re.compile(r"(<!-- ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PREDICTED = ("rollout", "received GB, mean", "max", "of bound", "mean GB by stage", "node import", "floor ms",
@@ -34,9 +36,11 @@ def render(page: str, data: Path) -> str:
 
 
 def _table(name: str, data: Path) -> str:
-    if name == "measured":
-        files = sorted(data.glob("measured-*.json"))
-        return "\n\n".join(measured(json.loads(file.read_text())) for file in files) or "(No results are stored yet.)"
+    if name == "measured" or name in gpu_tables.COLUMNS:
+        files = sorted(data.glob(f"{name}-*.json"))
+        contents = [json.loads(file.read_text()) for file in files]
+        made = (measured(content) if name == "measured" else on_a_gpu(name, content) for content in contents)
+        return "\n\n".join(made) or "(No results are stored yet.)"
     if not (data / name).is_file():
         raise ValueError(f"there is no {data / name}; write it with python -m flowrl.resharding.plan ... out=FILE")
     content = json.loads((data / name).read_text())
@@ -87,10 +91,20 @@ def measured(content: Mapping[str, Any]) -> str:
     if len(own) > 1 and means:
         shown = ", ".join(f"{engine} {mean:.2f}" for engine, mean in means.items())
         notes.insert(0, f"Geometric means of times flowrl's over these layouts: {shown}.")
+    return "\n\n".join([_lines(title, MEASURED, lines), *notes, _origin(content)])
+
+
+def on_a_gpu(kind: str, content: Mapping[str, Any]) -> str:
+    """What the other benchmarks wrote, as a title, a table and where it was measured; training with its parts."""
+    kinds = (kind, "parts") if "parts" in content else (kind,)
+    tables = [_lines(gpu_tables.title(k, content), gpu_tables.headings(k), gpu_tables.cells(k, content)) for k in kinds]
+    return "\n\n".join([*tables, _origin(content)])
+
+
+def _origin(content: Mapping[str, Any]) -> str:
     told = [*content["hardware"].items(), *content["versions"].items()]
     where = ", ".join(f"{name} {value}" for name, value in told)
-    notes.append(f"Measured on {where}; commit {content['commit'][:12]}, {content['date']}.")
-    return "\n\n".join([_lines(title, MEASURED, lines), *notes])
+    return f"Measured on {where}; commit {content['commit'][:12]}, {content['date']}."
 
 
 def _geometric_means(rows: Sequence[Mapping[str, Any]], own: Mapping[str, float]) -> dict[str, float]:
@@ -109,6 +123,7 @@ def _lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 if __name__ == "__main__":
     try:
-        DOCUMENT.write_text(render(DOCUMENT.read_text(), DOCUMENT.parent / "data"))
+        for document in DOCUMENTS:
+            document.write_text(render(document.read_text(), document.parent / "data"))
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}; run it in the root of the repository")

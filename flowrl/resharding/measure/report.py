@@ -117,8 +117,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def results(measured: Sequence[Measured], skipped: Sequence[Mapping[str, str]], device: str) -> dict[str, Any]:
-    """The content of results.json."""
+def origin(device: str) -> dict[str, Any]:
+    """Where and of what figures are: hardware, versions, commit, date. Every file of figures has it."""
     git = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
@@ -127,6 +127,13 @@ def results(measured: Sequence[Measured], skipped: Sequence[Mapping[str, str]], 
         "versions": versions(),
         "commit": git.stdout.strip() or "unknown",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def results(measured: Sequence[Measured], skipped: Sequence[Mapping[str, str]], device: str) -> dict[str, Any]:
+    """The content of results.json."""
+    return {
+        **origin(device),
         "rows": [row for row, _ in measured],
         "skipped": list(skipped),
         "rounds": [
