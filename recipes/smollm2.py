@@ -42,8 +42,7 @@ SETTINGS = {
     "rollout.samples_per_prompt": "8",
     "rollout.max_response_tokens": "48",
     "actor.minibatch_prompts": "64",
-    "actor.optim.lr": "5e-6",
-    "actor.optim.warmup_steps": "5",
+    "actor.optim.lr": "3e-6",
     "trainer.eval_every": "10",
     "reward.function": "recipes.smollm2:score",
 }

@@ -105,21 +105,14 @@ def _parse(arguments: Sequence[str]) -> tuple[str, dict[str, str], ModelShape, s
     return command, given, shape, device
 
 
-def measure(command: str, given: Mapping[str, str], shape: ModelShape, device: str, scratch: Path) -> dict[str, Any]:
-    """The content of results.json. Errors: `ValueError`, `RankFailed`, `EngineFailed`."""
-    os.environ.update(process_environment(device, 1))
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+def parse_settings(command: str, given: Mapping[str, str], shape: ModelShape, device: str) -> dict[str, Any]:
+    """Fields of the command's job. Errors: `ValueError` for what is no whole number or exceeds the model's positions."""
     settings: dict[str, Any] = {
         "dtype": given.get("dtype", "bfloat16" if device == "cuda" else "float32"),
         "device": device,
         "repeat": whole_number(given, "repeat", 10 if command == "train" else 3),
         "seed": whole_number(given, "seed", 1),
     }
-    folder = given["model"]
-    if folder in SHAPES:
-        folder = str(scratch / folder)
-        # In a process of its own: this one never touches the GPU.
-        run_ranks(1, "gloo", (), "flowrl.workers.benchmark:write_folder", folder, shape, settings)
     if command == "train":
         settings |= {
             "tokens": whole_number(given, "tokens", 2048),
@@ -127,11 +120,6 @@ def measure(command: str, given: Mapping[str, str], shape: ModelShape, device: s
             "microbatches": whole_number(given, "microbatches", 4),
             "recompute": given.get("recompute") == "true",
         }
-        if not 2 <= settings["tokens"] <= shape.max_positions:
-            raise ValueError(f"tokens={settings['tokens']}: the model has 2 to {shape.max_positions} positions")
-        found = run_ranks(
-            1, "nccl" if device == "cuda" else "gloo", (), "flowrl.workers.benchmark:train", folder, shape, settings
-        )[0]
     else:
         settings |= {
             "requests": whole_number(given, "requests", 256),
@@ -140,6 +128,26 @@ def measure(command: str, given: Mapping[str, str], shape: ModelShape, device: s
             "cuda_graphs": given.get("graphs") != "false",
             "memory_fraction": whole_number(given, "memory", 40, most=48) / 100,
         }
+    longest = settings.get("prompt", 0) + settings["tokens"]
+    if not 2 <= longest <= shape.max_positions:
+        raise ValueError(f"a row of {longest} tokens: model={given['model']} has 2 to {shape.max_positions} positions")
+    return settings
+
+
+def measure(command: str, given: Mapping[str, str], shape: ModelShape, device: str, scratch: Path) -> dict[str, Any]:
+    """The content of results.json. Errors: `ValueError`, `RankFailed`, `EngineFailed`."""
+    settings = parse_settings(command, given, shape, device)
+    os.environ.update(process_environment(device, 1))
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    folder = given["model"]
+    if folder in SHAPES:
+        folder = str(scratch / folder)
+        # In a process of its own: this one never touches the GPU.
+        run_ranks(1, "gloo", (), "flowrl.workers.benchmark:write_folder", folder, shape, settings)
+    if command == "train":
+        backend = "nccl" if device == "cuda" else "gloo"
+        found = run_ranks(1, backend, (), "flowrl.workers.benchmark:train", folder, shape, settings)[0]
+    else:
         found = {"rows": generate(folder, shape, settings)}
     return {**origin(device), "model": Path(given["model"]).name, "settings": settings, **found}
 

@@ -1,4 +1,4 @@
-"""The rollout role against vLLM as anyone would start it, each in a process of its own, by turns.
+"""The rollout role against vLLM alone, each in a process of its own, by turns.
 
 Both generate from the same prompts with the same settings: cache, batch limit, graphs, seeds of requests, log-probs of
 sampled tokens, temperature 1, and every response as long as allowed. The role's seconds include what it makes of the

@@ -1,0 +1,135 @@
+"""What the scripts for a GPU host compute and ask for, without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.builtin import smollm2 as converter
+from flowrl.config.compose import compose
+from flowrl.resharding.measure import page
+from flowrl.resharding.shapes import SHAPES
+from flowrl.workers.benchmark import main as benchmark
+from recipes import gpu_steps, smollm2
+
+ROOT = Path(__file__).parent.parent
+ORIGIN = {
+    "hardware": {"gpu": "a GPU"},
+    "versions": {"torch": "1"},
+    "commit": "c" * 40,
+    "date": "2026-01-01",
+    "model": "m",
+}
+
+
+def test_tables_of_the_gpu_page_are_those_of_its_data() -> None:
+    """Run `python -m flowrl.resharding.measure.page` where this fails."""
+    document = ROOT / page.DOCUMENTS[1]
+    text = document.read_text()
+    assert page.render(text, document.parent / "data") == text
+
+
+def test_commands_of_the_gpu_page_are_understood(tmp_path: Path) -> None:
+    lines = [
+        line.strip() for line in (ROOT / page.DOCUMENTS[1]).read_text().splitlines() if line.startswith("    python")
+    ]
+    words = [line.split() for line in lines]
+    assert [found[2] for found in words] == [
+        "flowrl.resharding.measure.page", "flowrl.workers.benchmark", "flowrl.workers.benchmark", "recipes.gpu_steps",
+        "recipes.smollm2",
+    ]  # fmt: skip
+    for name, keys in (("recipes.gpu_steps", gpu_steps.KEYS), ("recipes.smollm2", smollm2.KEYS)):
+        [arguments] = [found[3:] for found in words if found[2] == name]
+        assert {word.partition("=")[0] for word in arguments} <= set(keys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["learn"], ["train"], ["train", "model=nothing"], ["train", "model=llama-tiny", "requests=1"],
+     ["train", "model=llama-tiny", "dtype=int8"], ["train", "model=llama-tiny", "tokens=1000"],
+     ["generate", "model=llama-tiny", "graphs=maybe"], ["generate", "model=deepseek-v3"]],
+)  # fmt: skip
+def test_bad_input_of_the_benchmark_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark(arguments) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def metric_row(step: int, total: float, **seconds: float) -> dict[str, float]:
+    row = {"step": step, "seconds/total": total, "response_tokens/mean": 8.0, "tokens_per_second": 100.0}
+    return row | {f"seconds/{name}": value for name, value in seconds.items()} | {"memory/generate/free_bytes_min": 5.0}
+
+
+def test_the_share_of_a_step_leaves_out_generation_training_and_the_first_step() -> None:
+    rows = [metric_row(1, 99.0, generate=90.0)]
+    rows += [metric_row(step, 10.0, generate=4.0, log_probs=1.0, update_actor=4.0, sleep=0.5) for step in (2, 3)]
+    found = gpu_steps.summary("grpo", rows, 16)
+    assert found["step_seconds"] == 10 and found["generation_seconds"] == 4 and found["training_seconds"] == 5
+    assert found["other_share"] == pytest.approx(0.1) and found["steps"] == 2
+    assert found["phases"].startswith("generate 4.00, update_actor 4.00") and "sleep 0.50" in found["phases"]
+    content = {**ORIGIN, "settings": {}, "rows": [found]}
+    assert "| grpo | 16 | 8.0 | 10.00 | 4.00 | 5.00 | 10.0 % | 100 |" in page.on_a_gpu("steps", content)
+
+
+def test_generation_is_compared_with_plain_vllm(tmp_path: Path) -> None:
+    rows = [{"engine": name, "tokens_per_second": rate} for name, rate in (("flowrl", 98.0), ("vllm", 100.0))]
+    content = {**ORIGIN, "settings": {"dtype": "bfloat16"}, "rows": rows}
+    (tmp_path / "generate-x.json").write_text(json.dumps(content))
+    shown = page.render("<!-- generate -->\nold\n<!-- end -->", tmp_path)
+    assert "| flowrl | - | - | - | - | 98 | 0.980 |" in shown and "commit cccccccccccc" in shown
+
+
+def test_training_is_shown_with_its_parts_and_what_a_device_lacks() -> None:
+    row = {"case": "one length", "forward_backward_mfu": 0.5, "peak_bytes": None}
+    parts = [{"part": "output head", "microbatch_seconds": 0.01}, {"part": "other", "refused": "no kernel"}]
+    content = {**ORIGIN, "settings": {}, "product_tflops": 795.0, "rows": [row], "parts": parts}
+    shown = page.on_a_gpu("train", content)
+    assert "a matrix product alone: 795.00 TFLOP/s" in shown and "| 50.0 % |" in shown
+    assert "| output head | 10.00 | - | - |" in shown and "| other | - | - | no kernel |" in shown
+
+
+def test_steps_of_the_gpu_recipe_are_a_legal_run(tmp_path: Path) -> None:
+    common = gpu_steps.overrides({"prompts": "4", "tokens": "16", "prompt": "8"}, SHAPES["llama-tiny"], tmp_path)
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert len(prompts) == 8 and all(len(prompt.split()) == 8 for prompt in prompts)
+    for extra in gpu_steps.RUNS.values():
+        config = compose([*common[1:], *extra, "cluster.devices=1"])
+        assert config.data.prompts_per_step == 4 and config.actor.minibatch_prompts == 2
+
+
+def test_problems_are_held_out_and_scored_by_their_last_number() -> None:
+    train, held_out = smollm2.problems()
+    assert len(train) + len(held_out) == 90 * 90 and not {r["id"] for r in train} & {r["id"] for r in held_out}
+    row: dict[str, Any] = {"answer": "61"}
+    answers = {"61": 1, "24 + 37 = 61.": 1, "61 is wrong, 62": 0, "six": 0, "": 0, "1,061": 0}
+    assert {answer: smollm2.score("", answer, row) for answer in answers} == answers
+
+
+def test_the_run_of_the_real_model_is_legal_and_keeps_what_the_user_says(tmp_path: Path) -> None:
+    extra = ["actor.optim.lr=1e-6", "model.path=builtin:tiny", "cluster.devices=1", "rollout.max_response_tokens=32"]
+    words = smollm2.command({"steps": "2"}, tmp_path / "model", tmp_path, extra)
+    config = compose(words[3:])
+    assert config.actor.optim.lr == 1e-6 and config.trainer.total_steps == 2 and config.rollout.samples_per_prompt == 8
+    assert (tmp_path / "eval.jsonl").read_text().count("\n") == smollm2.NUM_EVAL
+
+
+def test_learning_is_told_by_held_out_rewards() -> None:
+    rows = [{"step": 0, "eval/reward/mean": 0.2}]
+    rows += [{"step": n, "reward/mean": n / 10, "seconds/total": 1.0} for n in range(1, 11)]
+    rows[-1]["eval/reward/mean"] = 0.9
+    found = smollm2.summary(rows, 5.0)
+    assert (found["reward_before"], found["reward_after"], found["steps"]) == (0.2, 0.9, 10)
+    assert found["first_steps_reward"] == pytest.approx(0.3) and found["last_steps_reward"] == pytest.approx(0.8)
+    with pytest.raises(ValueError, match="0 steps and 1 evaluations"):
+        smollm2.summary(rows[:1], 1.0)
+
+
+def test_absent_packages_of_the_real_model_are_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converter, "PACKAGE", "no_such_package")
+    with pytest.raises(ValueError, match="no_such_package.* not installed: python -m pip install"):
+        converter.write_smollm2(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
