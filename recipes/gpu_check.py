@@ -22,12 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-TESTS = {"log_probs": 300, "updates": 240, "moves": 300, "runs": 400, "memory": 240}
+TESTS = {"attention": 180, "log_probs": 300, "updates": 240, "moves": 300, "runs": 400, "memory": 240}
 """Files of tests/gpu with their limits in seconds."""
 ALONE = {"memory", "runs"}
 """Tests that look at how much memory of the GPU is free; an engine that goes to sleep does, too."""
 SHAPES = {"llama-1b": 120, "qwen2.5-0.5b": 120, "qwen2.5-1.5b": 120, "qwen2.5-7b": 180}
 """Models whose move from training to generation is measured on one GPU, with limits."""
+SPEED_MODEL = "qwen2.5-1.5b"
 WIDTH = 160
 
 
@@ -81,7 +82,22 @@ def parts(out: Path) -> list[Part]:
         )  # fmt: skip
         for model, limit in SHAPES.items()
     ]
-    return tests + moves
+    return tests + moves + speeds(out)
+
+
+def speeds(out: Path) -> list[Part]:
+    """Training, generation and whole steps of one shape; a run of main_ppo ends itself before its part's limit."""
+    benchmark, steps = "flowrl.workers.benchmark", "recipes.gpu_steps"
+    found = [
+        ("train", 300, benchmark, "train", f"model={SPEED_MODEL}"),
+        ("generate", 420, benchmark, "generate", f"model={SPEED_MODEL}"),
+        ("steps_grpo", 540, steps, f"model={SPEED_MODEL}", "runs=grpo", "limit=450"),
+        ("steps_ppo", 590, steps, f"model={SPEED_MODEL}", "runs=ppo", "limit=500"),
+    ]
+    return [
+        Part(name, (sys.executable, "-m", module, *words, f"out={out / name}"), limit, alone=True)
+        for name, limit, module, *words in found
+    ]
 
 
 def run(part: Part, out: Path) -> Outcome:

@@ -13,6 +13,8 @@ from scenarios import Cell, actor, call, figures, local_state, place, whole_grad
 
 from flowrl.algorithms.distributions import log_probs_and_entropy
 from flowrl.protocol import DataProto, Ragged
+from flowrl.workers.attention import CausalAttention
+from flowrl.workers.packed import PackedRows
 
 TEMPERATURE = 0.7
 LENGTHS = (40, 5, 33, 1)
@@ -50,6 +52,24 @@ def three_log_probs(folder: Path, num_ids: int, dtype: str, graphs: bool) -> dic
         "transformers": hugging_face(folder, batch, dtype),
         "exact": hugging_face(folder, batch, "float32"),
     }
+
+
+def packed_attention(lengths: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+    """Attention of packed rows and its gradients, in bfloat16 by the kernel for packed rows, and in float32 by padded rows."""
+    device = place().device
+    draw = torch.Generator(device=device).manual_seed(0)
+    inputs = [torch.randn(sum(lengths), 1, heads, 64, device=device, generator=draw) for heads in (6, 2, 2)]
+    frequencies = 10000.0 ** -(torch.arange(0, 64, 2, device=device) / 64)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = PackedRows(lengths, device)
+        rows.turn(frequencies, dtype)
+        # The same values on both sides: those that bfloat16 has.
+        leaves = [x.bfloat16().to(dtype).requires_grad_() for x in inputs]
+        out = CausalAttention()(*leaves, packed_seq_params=rows)
+        gradients = torch.autograd.grad(out.float().square().sum(), leaves)
+        results.append({"out": out.detach(), **dict(zip(("query", "key", "value"), gradients, strict=True))})
+    return results
 
 
 def updates(folder: Path, cells: Sequence[Cell], batch: DataProto, count: int = 1) -> list[dict[str, Any]]:
