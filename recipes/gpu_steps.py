@@ -12,6 +12,7 @@ import json
 import os
 import random
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
@@ -73,21 +74,20 @@ def summary(run: str, rows: Sequence[Mapping[str, float]], samples: int) -> dict
     }
 
 
-def write_prompts(path: Path, shape: ModelShape, *, count: int, tokens: int, seed: int) -> None:
-    """Prompts of so many words of the random model's tokenizer."""
+def write_prompts(path: Path, *, count: int, tokens: int, seed: int) -> None:
+    """Prompts of so many letters, each a token of the random model's tokenizer."""
     draw = random.Random(seed)
     with path.open("w") as file:
         for _ in range(count):
-            words = " ".join(f"t{draw.randrange(shape.vocab_size)}" for _ in range(tokens))
-            file.write(json.dumps({"prompt": words}) + "\n")
+            file.write(json.dumps({"prompt": "".join(draw.choices(string.ascii_lowercase, k=tokens))}) + "\n")
 
 
-def overrides(given: Mapping[str, str], shape: ModelShape, folder: Path) -> list[str]:
+def overrides(given: Mapping[str, str], folder: Path) -> list[str]:
     """What every run has in common. Errors: `ValueError` for what is no whole number."""
     prompts, tokens = whole_number(given, "prompts", 256), whole_number(given, "tokens", 512)
     length, seed = whole_number(given, "prompt", 128), whole_number(given, "seed", 1)
     data = folder / "prompts.jsonl"
-    write_prompts(data, shape, count=2 * prompts, tokens=length, seed=seed)
+    write_prompts(data, count=2 * prompts, tokens=length, seed=seed)
     return [
         f"model.path={folder / 'model'}",
         f"data.train_files=[{data}]",
@@ -168,7 +168,7 @@ def measure(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         settings = {"dtype": "bfloat16" if device == "cuda" else "float32", "device": device}
-        common = overrides(given, shape, folder)
+        common = overrides(given, folder)
         if model in SHAPES:
             seed = whole_number(given, "seed", 1)
             target = str(folder / "model")

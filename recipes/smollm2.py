@@ -32,15 +32,15 @@ from flowrl.resharding.words import output_path, parse_words, whole_number
 ROOT = Path(__file__).parent.parent
 KEYS = ("out", "model", "steps", "minutes", "seed")
 NUM_EVAL = 256
+MOST, MOST_DIGITS = 40, 6
 SETTINGS = {
     "algorithm": "grpo",
     "kl": "none",
-    "data.template_strings": "true",
     "data.max_prompt_tokens": "96",
     "data.prompts_per_step": "64",
     "data.eval_prompts": str(NUM_EVAL),
     "rollout.samples_per_prompt": "8",
-    "rollout.max_response_tokens": "48",
+    "rollout.max_response_tokens": "16",
     "actor.minibatch_prompts": "64",
     "actor.optim.lr": "3e-6",
     "trainer.eval_every": "10",
@@ -52,21 +52,27 @@ FIRST_AND_LAST = 5
 
 
 def problems() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(to learn from, held out): sums of two numbers of two digits, cut by a hash, so the same on every machine."""
-    rows = [_problem(left, right) for left in range(10, 100) for right in range(10, 100)]
+    """(to learn from, held out): sums of two numbers from 1 to 40, cut by a hash, so the same on every machine."""
+    rows = [_problem(left, right) for left in range(1, MOST + 1) for right in range(1, MOST + 1)]
     rows.sort(key=lambda row: hashlib.sha256(row["id"].encode()).digest())
     return rows[NUM_EVAL:], rows[:NUM_EVAL]
 
 
 def _problem(left: int, right: int) -> dict[str, Any]:
-    question = f"What is {left} + {right}? Answer with the number only."
-    return {"id": f"{left}+{right}", "prompt": question, "answer": str(left + right)}
+    """A chat with one example: without it the model rarely answers with a number, and learns from what it does."""
+    question = "What is {} + {}? Answer with the number only."
+    turns = [("user", question.format(12, 7)), ("assistant", "19"), ("user", question.format(left, right))]
+    prompt = [{"role": role, "content": content} for role, content in turns]
+    return {"id": f"{left}+{right}", "prompt": prompt, "answer": str(left + right)}
 
 
 def score(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """1 where the last number of the response is the answer, else 0."""
-    numbers = re.findall(r"\d+", response.replace(",", ""))
-    return 1.0 if numbers and numbers[-1] == row["answer"] else 0.0
+    """1 where the last number of the response is the answer; where it is less than 10 off, up to 0.4 for being near."""
+    numbers = re.findall(r"\d+", response)
+    if not numbers or len(numbers[-1]) > MOST_DIGITS:
+        return 0.0
+    difference = abs(int(numbers[-1]) - int(row["answer"]))
+    return 1.0 if difference == 0 else max(0.0, 0.4 * (1 - difference / 10))
 
 
 def command(given: Mapping[str, str], model: Path, out: Path, extra: Sequence[str]) -> list[str]:
@@ -139,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
     device = "cuda" if find_machine().gpus else "cpu"
     content = {**origin(device), "model": row["model"], "settings": settings, "rows": [row]}
     (out / "results.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    table = Table(*headings("learning"), title="held-out sums of two numbers of two digits")
+    table = Table(*headings("learning"), title="reward on held-out sums")
     for line in cells("learning", content):
         table.add_row(*line)
     Console().print(table)

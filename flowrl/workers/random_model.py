@@ -17,11 +17,12 @@ from flowrl.workers.model import DTYPES
 
 DEVIATION = 0.02
 BUCKET_ELEMENTS = 1 << 29
+NUM_BYTES, END = 256, "<|endoftext|>"
 
 
 def write_random_model(target: Path, shape: ModelShape, *, dtype: str, seed: int, device: torch.device) -> Path:
     """Write a Hugging Face folder of the shape, complete or absent, and return it: weights normal with deviation 0.02,
-    norms one, biases zero, and a tokenizer of one word per id, `t0`, `t1`, ... Drawn on the device.
+    norms one, biases zero, and a tokenizer of one id per byte. Drawn on the device.
 
     Error: `ValueError` for an architecture that has no config here.
     """
@@ -60,12 +61,22 @@ def _values(tensor: HFTensor, generator: torch.Generator, dtype: torch.dtype) ->
 
 
 def _write_tokenizer(folder: Path, num_ids: int) -> None:
+    """One id per byte, then an end of text, then words that no text has. Some architectures read any tokenizer file as pairs
+    of bytes, so it is one, without pairs. A vocabulary too small for that gets none."""
+    if num_ids <= NUM_BYTES:
+        return
+    # Bytes without a printable character of their own stand for the characters from 256 on.
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    characters = [chr(byte) for byte in own] + [chr(256 + number) for number in range(NUM_BYTES - len(own))]
+    words = [*characters, END, *(f"<t{number}>" for number in range(NUM_BYTES + 1, num_ids))]
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": {f"t{n}": n for n in range(num_ids)}, "unk_token": "t0"},
+        "added_tokens": [{"id": NUM_BYTES, "content": END, **special}],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {word: number for number, word in enumerate(words)}, "merges": []},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "clean_up_tokenization_spaces": False}
+    settings = {"tokenizer_class": "TokenizersBackend", "eos_token": END, "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
