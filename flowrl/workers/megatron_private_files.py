@@ -16,7 +16,7 @@ import megatron.core.dist_checkpointing as mdc  # type: ignore[import-untyped]
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # type: ignore[import-untyped]
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # type: ignore[import-untyped]
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies  # type: ignore[import-untyped]
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 
 from flowrl.resharding.families import Box
 from flowrl.workers.stored_files import StoredReader

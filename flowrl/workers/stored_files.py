@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
@@ -25,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.serialization import _get_layout
 
 METADATA = ".metadata"
@@ -120,5 +119,5 @@ def logical_tensors(folder: str | Path, prefix: str = "") -> Iterator[tuple[str,
     for key, (shape, dtype) in sorted(reader.tensors().items()):
         if key.startswith(prefix):
             whole = torch.empty(shape, dtype=dtype)
-            dcp.load({key: whole}, storage_reader=reader, no_dist=True)
+            load({key: whole}, storage_reader=reader, no_dist=True)
             yield key, whole

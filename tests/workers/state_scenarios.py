@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scenarios import Cell, actor, call, check_replicas, critic, figures, value_batch, whole_weights
+from scenarios import Cell, actor, call, check_replicas, figures, whole_weights
 
 from flowrl.protocol import DataProto
 from flowrl.workers.actor import ActorWorker
