@@ -35,6 +35,7 @@ class Checkpointing:
         self._folder = run_dir / FOLDER
         self._store = CheckpointStore(self._folder, config.trainer.keep_checkpoints)
         self._step = 0
+        self._trained: dict[str, ActorWorker | CriticWorker] = {}
         self._roles: dict[str, ActorWorker | CriticWorker] = {}
         self._state: RunState | None = None
 
@@ -55,6 +56,7 @@ class Checkpointing:
 
     def restored(self, name: str, role: Role) -> Role:
         """The role, in the state of the checkpoint that the run goes on from, if there is one."""
+        self._trained[name] = role
         checkpoint = self._start.checkpoint
         if checkpoint is None:
             return role
@@ -85,6 +87,13 @@ class Checkpointing:
             self._state = state
         else:
             self.complete()
+
+    def save_now(self, state: RunState) -> None:
+        """The checkpoint of the step that has just ended, complete when this returns; for a run that is about to stop."""
+        if self._step != state.step:
+            self.begin(state.step, self._trained)
+        self.settle(state)
+        self.complete()
 
     def complete(self) -> None:
         """Wait for the checkpoint that is on its way, if its step has ended, and give it its name.

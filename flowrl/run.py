@@ -269,6 +269,11 @@ class Run:
         if self.due(self.config.trainer.export_every):
             actor.export(str(self.folder / "export" / f"step_{self.step}"))
 
+    def save_now(self) -> None:
+        """Between two steps: writes a checkpoint of the one that has just ended, if it has none."""
+        with self.cluster.phase("save", self.step):
+            self._checkpoints.save_now(self._state())
+
     def _grade(self, batch: DataProto) -> tuple[list[str], RewardResult]:
         texts = [self.tokenizer.decode(ids.tolist()) for ids in ragged(batch, "response_ids", "grading").rows()]
         result = self._rewards.score(batch.values["prompt"], texts, batch.values["row"], batch.row_ids)
