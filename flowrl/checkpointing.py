@@ -91,6 +91,8 @@ class Checkpointing:
     def save_now(self, state: RunState) -> None:
         """The checkpoint of the step that has just ended, complete when this returns; for a run that is about to stop."""
         if self._step != state.step:
+            for role in self._trained.values():
+                role.reload()
             self.begin(state.step, self._trained)
         self.settle(state)
         self.complete()

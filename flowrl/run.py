@@ -63,6 +63,7 @@ class Run:
         self._run_id = before.run_id if before and start.in_place else uuid.uuid4().hex
         self._checkpoints = Checkpointing(config, self.folder, start, self.console)
         self._batch = DataProto()
+        self._rollout: RolloutWorker | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Run:
@@ -150,7 +151,7 @@ class Run:
 
     def rollout(self) -> RolloutWorker:
         """The rollout role; says what responses are sampled with, and warns where that cuts the distribution."""
-        rollout = self._roles.rollout(weights_version=self.step)
+        rollout = self._rollout = self._roles.rollout(weights_version=self.step)
         sampling = rollout.sampling()
         self.console.message(f"sampling: {sampling}")
         if sampling.truncates:
@@ -270,8 +271,11 @@ class Run:
             actor.export(str(self.folder / "export" / f"step_{self.step}"))
 
     def save_now(self) -> None:
-        """Between two steps: writes a checkpoint of the one that has just ended, if it has none."""
+        """Writes a checkpoint of the step that has just ended, if it has none. For a run that is about to stop: the engine
+        loses its weights, so that the trained roles find their memory."""
         with self.cluster.phase("save", self.step):
+            if self._rollout is not None:
+                self._rollout.sleep()
             self._checkpoints.save_now(self._state())
 
     def _grade(self, batch: DataProto) -> tuple[list[str], RewardResult]:
