@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from flowrl.checkpoints.start import FOLDER, StartPoint, find_start
 from flowrl.config.cli import run_main
 from flowrl.config.compose import Recipe
 from flowrl.config.paths import user_path
@@ -34,10 +35,19 @@ def launch(train: Callable[[Run], None], recipe: Recipe | None = None, argv: Seq
     """
     try:
         with stop_signals():
-            run_main(partial(_train, train), argv, recipe=recipe)
+            run_main(partial(_train, train), argv, recipe=recipe, outlook=_outlook)
     except Stopped as stopped:
         _say(f"{stopped} before the run began")
         sys.exit(stopped.exit_code)
+
+
+def _outlook(config: Config) -> str:
+    """What `dry_run` says of checkpoints. Error: `ConfigError` where the run would be refused for them."""
+    return _outlook_of(find_start(config), config)
+
+
+def _outlook_of(start: StartPoint, config: Config) -> str:
+    return "\n".join([*(f"warning: {warning}" for warning in start.warnings), start.words(config.trainer.total_steps)])
 
 
 def _train(train: Callable[[Run], None], config: Config) -> int:
@@ -46,7 +56,11 @@ def _train(train: Callable[[Run], None], config: Config) -> int:
         stack.enter_context(_gone_if_refused(folder))
         try:
             stack.enter_context(_alone(folder))
-            earlier = _set_aside(folder)
+            start = find_start(config)
+            if start.step == config.trainer.total_steps:
+                sys.stdout.write(_outlook_of(start, config) + "\n")
+                return 0
+            earlier = None if start.in_place else _set_aside(folder)
             stack.enter_context(driver_log(folder / "logs"))
         except OSError as error:
             raise ConfigError(
@@ -55,7 +69,7 @@ def _train(train: Callable[[Run], None], config: Config) -> int:
         # Late, so that a configuration error does not pay for these imports, and their warnings go to the log.
         from flowrl.run import Run
 
-        run = Run(config)
+        run = Run(config, start)
         if earlier is not None:
             run.console.message(f"run.dir={folder} held an earlier run, which lies in {earlier} now")
         return _guarded(train, run)
@@ -112,7 +126,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _set_aside(folder: Path) -> Path | None:
     """Moves an earlier run out of the way, to the first free `folder.N`; None where there is none."""
-    if not (folder / "metrics.jsonl").exists():
+    if not any((folder / name).exists() for name in ("metrics.jsonl", FOLDER)):
         return None
     number = next(n for n in count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
     return folder.rename(folder.with_name(f"{folder.name}.{number}"))
@@ -120,12 +134,13 @@ def _set_aside(folder: Path) -> Path | None:
 
 def _failed(run: Run, error: Exception) -> None:
     """One message that ends with the cause; the driver's own traceback goes to its log."""
+    from flowrl.checkpoints.store import SaveError
     from flowrl.report import TrainingFailed
     from flowrl.rewards.runner import RewardError
     from flowrl.single_controller import WorkerError
 
     log = run.folder / "logs" / "driver.log"
-    known = isinstance(error, TrainingFailed | RewardError | WorkerError)
+    known = isinstance(error, TrainingFailed | RewardError | SaveError | WorkerError)
     logging.getLogger("flowrl").error("the run failed at step %d", run.step, exc_info=error)
     cause = str(error) if known else f"{type(error).__name__}: {error}; traceback in {log}"
     _say(f"failed at step {run.step}: {cause}")
