@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scenarios import OPTIM, Cell, actor, call, check_replicas, critic, figures, whole_weights
+from scenarios import OPTIM, Cell, actor, call, check_replicas, critic, figures, local_state, whole_weights
 
 from flowrl.protocol import DataProto, Ragged
 from flowrl.workers.actor import ActorWorker
@@ -128,6 +128,20 @@ def fresh_round_trip(folder: Path, cells: Sequence[Cell], batch: DataProto, targ
     return same
 
 
+def take_over(asked: Sequence[tuple[Path, str, str, Path]]) -> list[str]:
+    """Why a role of (model folder, kind, type) cannot read a folder; it is then as it was."""
+    found = []
+    for folder, kind, dtype, stored in asked:
+        role = make(kind, folder, Cell(dtype=dtype))
+        before = local_state(role._engine)
+        try:
+            found.append(role.load_state(str(stored)))
+        except ValueError as error:
+            found.append(str(error))
+        assert all(torch.equal(*pair) for pair in zip(before, local_state(role._engine), strict=True))
+    return found
+
+
 def refusals(folder: Path, target: Path) -> dict[str, str]:
     """Errors of saves that cannot succeed, on this rank."""
     found = {}
@@ -163,3 +177,17 @@ def hashes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
         for name, tensor in tensors
         if not name.startswith("rng.")
     }
+
+
+def write_roles(folder: Path, batch: DataProto, checkpoint: Path, exports: Path) -> list[Any]:
+    """An actor and a critic that have learned, saved as a run saves them at the same time, and exported by themselves;
+    the digests of this rank, relative to `checkpoint`."""
+    digests: list[Any] = []
+    roles = {"actor": make("actor", folder, Cell(tp=2)), "critic": make("critic", folder, Cell(pp=2))}
+    for name, role in roles.items():
+        learn(role, batch)
+        role.save_state(str(checkpoint / name))
+    for name, role in roles.items():
+        digests += [digest.under(name) for digest in role.finish_save()]
+        role.export(str(exports / name))
+    return digests
