@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from models import make_model
 from processes import run
+from rollout_scenarios import Setup, prompts, sample
 from state_scenarios import write_roles
+from test_rollout import log_probs_of
 from test_update import with_old_log_probs
 
 from flowrl import export
@@ -48,16 +49,13 @@ def test_an_exported_checkpoint_is_the_run_s_own_export(
     assert ("value_head.safetensors" in files) == (role == "critic")
 
 
-def test_an_exported_checkpoint_loads_in_transformers(trained: tuple[Path, Path], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    export.export(export.Options(trained[0], tmp_path / "out"))
-    ids = torch.arange(1, 40)[None]
-    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "out", trained[1] / "actor")]
-    before = AutoModelForCausalLM.from_pretrained(trained[0].parent.parent / "model")
-    with torch.no_grad():
-        first, second, old = (model(ids).logits for model in (*models, before))
-    assert torch.equal(first, second) and (first - old).abs().max() > 1e-3
+def test_an_exported_checkpoint_loads_in_transformers_and_vllm(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    """CKP-03: the engine's log-probs are those of transformers, and both are not those of before training."""
+    out, batch = tmp_path / "out", prompts([3, 17])
+    export.export(export.Options(trained[0], out))
+    [[rows]] = run(1, sample, out, [Setup()], batch)
+    assert log_probs_of(out, batch, rows) <= 1e-4
+    assert log_probs_of(trained[0].parent.parent / "model", batch, rows) > 1e-2
 
 
 def test_what_keeps_a_checkpoint_from_being_exported_is_told_before_any_work(
