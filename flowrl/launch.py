@@ -40,9 +40,13 @@ def launch(train: Callable[[Run], None], recipe: Recipe | None = None, argv: Seq
         _say(f"{stopped} before the run began")
         sys.exit(stopped.exit_code)
     finally:
-        # The imported libraries are half a million objects, which the interpreter would collect one by one at its end:
-        # 3 s of a CPU. Frozen objects are left alone, and exit handlers run as ever.
-        gc.freeze()
+        _keep_imports()
+
+
+def _keep_imports() -> None:
+    """The imported libraries are half a million objects, which the garbage collector would visit again and again, and the
+    interpreter free one by one at its end: 3 s of a CPU. Frozen objects are left alone, and exit handlers run as ever."""
+    gc.freeze()
 
 
 def _train(train: Callable[[Run], None], config: Config) -> int:
@@ -60,6 +64,7 @@ def _train(train: Callable[[Run], None], config: Config) -> int:
         # Late, so that a configuration error does not pay for these imports, and their warnings go to the log.
         from flowrl.run import Run
 
+        _keep_imports()
         run = Run(config)
         if earlier is not None:
             run.console.message(f"run.dir={folder} held an earlier run, which lies in {earlier} now")
