@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import shutil
 import sys
@@ -38,6 +39,10 @@ def launch(train: Callable[[Run], None], recipe: Recipe | None = None, argv: Seq
     except Stopped as stopped:
         _say(f"{stopped} before the run began")
         sys.exit(stopped.exit_code)
+    finally:
+        # The imported libraries are half a million objects, which the interpreter would collect one by one at its end:
+        # 3 s of a CPU. Frozen objects are left alone, and exit handlers run as ever.
+        gc.freeze()
 
 
 def _train(train: Callable[[Run], None], config: Config) -> int:
