@@ -35,7 +35,9 @@ _DEATH_GRACE_SECONDS = 1.0
 _POLL_SECONDS = 1.0
 _SHOWN_RANKS = 8
 # gloo's words, the store's, and those that NCCL's watchdog leaves in the log of a process that it ends.
-_COLLECTIVE_TIMEOUT = re.compile(r"Timed out waiting \d+ms|wait timeout after \d+ms|Timeout waiting for key|Watchdog caught collective operation timeout")
+_COLLECTIVE_TIMEOUT = re.compile(
+    r"Timed out waiting \d+ms|wait timeout after \d+ms|Timeout waiting for key|Watchdog caught collective operation timeout"
+)
 _DEATHS = (ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 
 
@@ -184,7 +186,9 @@ class Calls:
             )  # fmt: skip
         overdue = self._patience.overdue(now)
         if overdue is not None:
-            self._hung(overdue, overdue.pending, f"no answer within cluster.call_timeout_seconds={self._timeout_seconds:g}")
+            self._hung(
+                overdue, overdue.pending, f"no answer within cluster.call_timeout_seconds={self._timeout_seconds:g}"
+            )
 
     def _step(self, timeout: float) -> None:
         self._look()
@@ -267,7 +271,9 @@ class Calls:
         hung = [other for ref, other in refs.items() if ref not in ready]
         found = _COLLECTIVE_TIMEOUT.search(text)
         if hung and found:
-            self._hung(call, hung, f"rank {rank} waited longer than cluster.collective_timeout_seconds for it ({found[0]})")
+            self._hung(
+                call, hung, f"rank {rank} waited longer than cluster.collective_timeout_seconds for it ({found[0]})"
+            )
 
     def _hung(self, call: Call, pending: list[int], cause: str) -> None:
         """Ends the run, naming where the ranks stand that have not answered. Their logs get the stacks of all threads."""

@@ -24,7 +24,9 @@ def oom_kills() -> int:
 def resident_bytes(pid: int | str = "self", peak: bool = False) -> int | None:
     """What a process of this node holds, or held at most; None when there is none."""
     try:
-        found = re.search(rf"^{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.M)
+        found = re.search(
+            rf"^{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.M
+        )
     except OSError:
         return None
     return int(found.group(1)) << 10 if found else None

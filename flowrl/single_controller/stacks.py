@@ -52,7 +52,9 @@ def stack_of(thread: int | None) -> Stack:
     top = sys._current_frames().get(thread) if thread is not None else None
     if top is None:
         return Stack(())
-    frames = [Frame(each.filename, each.lineno or 0, each.name, each.line or "") for each in traceback.extract_stack(top)]
+    frames = [
+        Frame(each.filename, each.lineno or 0, each.name, each.line or "") for each in traceback.extract_stack(top)
+    ]
     called = max((i for i, frame in enumerate(frames) if frame.file.endswith(_CALLER)), default=len(frames))
     return Stack(tuple(frames[called + 1 :]))
 
