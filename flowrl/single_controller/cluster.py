@@ -31,6 +31,7 @@ from flowrl.single_controller.ray_private import (
     ended_processes,
     free_resources,
     keep_ray_off_the_console,
+    leave_lost_ray,
     raylet_address,
 )
 from flowrl.single_controller.reaper import reap
@@ -78,6 +79,7 @@ class Cluster:
         self._pools: dict[str, ResourcePool] = {}
         self._temp_dir: str | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
+        self._health: OwnRay | JoinedRay | None = None
         self._owned = self._joined = False
         keep_ray_off_the_console()
         address = address or os.environ.get("RAY_ADDRESS") or None
@@ -94,8 +96,8 @@ class Cluster:
             self._joined = True
             self._reaper = self._start_reaper()
             where = f"joined {ray.get_runtime_context().gcs_address}"
-        self._health = self._watch_ray()
-        self.calls = Calls(call_timeout_seconds, self._health.problem, ray.util.get_node_ip_address())
+        self._health = health = self._watch_ray()
+        self.calls = Calls(call_timeout_seconds, health.problem, ray.util.get_node_ip_address())
         liveness.check = self.calls.poll
         self.num_cpus = sum(node.total.get("CPU", 0.0) for node in self.nodes())
         self.banner = f"Ray: {where}, ray {ray.__version__}, Python {platform.python_version()}, {self.num_cpus:g} CPUs"
@@ -182,12 +184,17 @@ class Cluster:
 
     def close(self, graceful: bool = True) -> None:
         """End all pools; end Ray and remove its files if this run started it. Idempotent."""
+        problem = self._health.problem() if self._health is not None else None
         for pool in list(self._pools.values()):
-            if graceful:
+            if problem is not None:
+                pool.lose(ClusterError(problem, None, None))
+            elif graceful:
                 pool.shutdown()
             else:
                 pool.kill()
-        if self._owned or self._joined:
+        if problem is not None:
+            leave_lost_ray()
+        elif self._owned or self._joined:
             ray.shutdown()
         reap(self._marked, [self._temp_dir] if self._temp_dir is not None else [])
         if self._reaper is not None:
@@ -201,10 +208,12 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(graceful=kind is None)
-        if isinstance(error, Exception) and not isinstance(error, WorkerError | ClusterError):
-            # Whatever was asked of Ray at that moment, by whomever: the cause is that it is gone.
-            self.calls.check_ray()
+        try:
+            if isinstance(error, Exception) and not isinstance(error, WorkerError | ClusterError):
+                # Whatever was asked of Ray at that moment, by whomever: if it is gone, that is the cause.
+                self.calls.check_ray()
+        finally:
+            self.close(graceful=kind is None)
 
 
 def join(address: str) -> None:

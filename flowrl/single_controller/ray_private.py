@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +30,11 @@ def raylet_address(node_id: str) -> tuple[str, int]:
     """Host and port of the raylet of a node."""
     node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
     return node["NodeManagerAddress"], int(node["NodeManagerPort"])
+
+
+def leave_lost_ray() -> None:
+    """Without a word to a Ray that is gone: its client would wait a minute for an answer and then end this process."""
+    atexit.unregister(ray._private.worker.shutdown)
 
 
 def keep_ray_off_the_console() -> None:
