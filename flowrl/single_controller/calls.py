@@ -25,7 +25,7 @@ from flowrl.single_controller.failures import ClusterError, WorkerError, death_c
 from flowrl.single_controller.host_memory import ResidentSizes, oom_kills
 from flowrl.single_controller.patience import Patience
 from flowrl.single_controller.process import Answer
-from flowrl.single_controller.stacks import Stack, standing, suspects
+from flowrl.single_controller.stacks import standing, suspects
 
 if TYPE_CHECKING:
     from flowrl.single_controller.pool import ResourcePool
@@ -165,6 +165,10 @@ class Calls:
         self._outstanding, self._pools = [], []
         raise error
 
+    def _running(self) -> list[Call]:
+        """A pool runs one call after the other: the first of each is the one that it is at."""
+        return list({call.pool: call for call in reversed(self._outstanding)}.values())
+
     def _look(self) -> None:
         """Every second, beside the answers: Ray itself, the sizes of processes, calls that last too long."""
         now = time.monotonic()
@@ -175,9 +179,7 @@ class Calls:
         for process in (pool.process(rank) for pool in self._pools for rank in range(pool.devices)):
             if process.node == self._node:
                 self._sizes.look(process.pid)
-        # A pool runs one call after the other: the first of each is the one that it is at.
-        running = {call.pool: call for call in reversed(self._outstanding)}.values()
-        self._patience.look(running, now)
+        self._patience.look(self._running(), now)
         for call, seconds in self._patience.slow(now):
             logger.warning(
                 "%s has run %s for %.0f s%s; ranks %s of %d have not answered",
@@ -277,16 +279,23 @@ class Calls:
 
     def _hung(self, call: Call, pending: list[int], cause: str) -> None:
         """Ends the run, naming where the ranks stand that have not answered. Their logs get the stacks of all threads."""
-        stacks: dict[int, Stack] = {}
-        for pool in {call.pool, *(other.pool for other in self._outstanding)}:
-            found = pool.dump_stacks()
-            stacks = found if pool is call.pool else stacks
-        named = suspects(pending, stacks)
-        shown = [*named, *(rank for rank in pending if rank not in named)][:_SHOWN_RANKS]
-        lines = [f"ranks {_ranks(pending)} of {len(call.refs)} have not answered; all stacks are in the logs"]
-        lines += [f"rank {rank} (pid {call.pool.process(rank).pid}) {standing(rank, stacks)}" for rank in shown]
-        where = f"{cause}; ranks {_ranks(named)} of {len(call.refs)} hang; rank {named[0]} {standing(named[0], stacks)}"
-        self._fail(call.pool, named[0], call, where, "\n".join(lines))
+        # What hangs may be the other half of a paired call.
+        calls = [call, *(other for other in self._running() if other.pool is not call.pool)]
+        ranks = {each: pending if each is call else each.pending for each in calls}
+        stacks = {each: each.pool.dump_stacks() for each in calls}
+        guilty = next((each for each in calls if suspects(ranks[each], stacks[each])), call)
+        named = suspects(ranks[guilty], stacks[guilty]) or ranks[guilty]
+        lines = ["all stacks are in the logs"]
+        for each in calls:
+            lines.append(
+                f"{each.role}.{each.method}: ranks {_ranks(ranks[each])} of {len(each.refs)} have not answered"
+            )
+            for rank in ranks[each][:_SHOWN_RANKS]:
+                lines.append(f"  rank {rank} (pid {each.pool.process(rank).pid}) {standing(rank, stacks[each])}")
+        where = (
+            f"ranks {_ranks(named)} of {len(guilty.refs)} hang; rank {named[0]} {standing(named[0], stacks[guilty])}"
+        )
+        self._fail(guilty.pool, named[0], guilty, f"{cause}; {where}", "\n".join(lines))
 
     def _fail(self, pool: ResourcePool, rank: int, call: Call | None, cause: str, detail: str) -> None:
         phase, step = (call.phase, call.step) if call else self._phase

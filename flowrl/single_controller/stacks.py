@@ -60,14 +60,12 @@ def stack_of(thread: int | None) -> Stack:
 
 
 def suspects(ranks: Iterable[int], stacks: Mapping[int, Stack]) -> list[int]:
-    """Of the ranks that have not answered, those that the others wait for.
+    """Of the ranks that have not answered, those that the others wait for: the ones that stand in no collective.
 
-    Not those that stand in a collective. A rank without a stack did not answer when asked for it: it is stopped, or
+    A rank without a stack did not answer when asked for it: it is stopped, or
     native code holds Python's lock.
     """
-    pending = list(ranks)
-    found = [rank for rank in pending if rank not in stacks or not stacks[rank].waits_for_peers]
-    return found or pending
+    return [rank for rank in ranks if rank not in stacks or not stacks[rank].waits_for_peers]
 
 
 def standing(rank: int, stacks: Mapping[int, Stack]) -> str:
