@@ -81,10 +81,6 @@ class Checkpointing:
             role.save_state(str(partial / name))
         self._step, self._state = step, None
 
-    def begun(self, step: int) -> bool:
-        """Whether a checkpoint of this step is on its way."""
-        return bool(self._roles) and self._step == step
-
     def settle(self, state: RunState) -> None:
         """The end of a step: what the checkpoint of this step says of the run. An older one is completed."""
         if self._roles and self._step == state.step:

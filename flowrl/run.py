@@ -183,7 +183,7 @@ class Run:
         """The prompts of each step, each repeated `rollout.samples_per_prompt` times with a seed per sample.
 
         When the body of the driver's loop is done with a step, the step is reported. After a signal that asks the run to
-        stop, the step that then saves a checkpoint is the last one.
+        stop, the step under way is the last one, and is saved.
         """
         config, trainer = self.config, self.config.trainer
         self.console.started(self.step)
@@ -195,8 +195,8 @@ class Run:
                     prompts = self._train.step(self.step)
                     yield expand(prompts, config.rollout.samples_per_prompt, trainer.seed, self.step)
                     self._finish_step()
-                if self.stop.requested and self._checkpoints.begun(step) and step < trainer.total_steps:
-                    self._checkpoints.complete()
+                if self.stop.requested and step < trainer.total_steps:
+                    self.save_now()
                     self.stop.stop()
         with self.cluster.phase("save", self.step):
             self._checkpoints.complete()
@@ -270,11 +270,10 @@ class Run:
         return self.step > self._start.step and self.due(self.config.trainer.eval_every)
 
     def save(self, actor: ActorWorker, critic: CriticWorker | None = None) -> None:
-        """When due or asked to stop, begins a checkpoint of the roles that are trained, after their updates and while they are reloaded
+        """When due, begins a checkpoint of the roles that are trained, after their updates and while they are reloaded
         (`trainer.save_every`), and writes the policy as a Hugging Face folder `run.dir/export/step_N`
         (`trainer.export_every`)."""
-        save_every = self.config.trainer.save_every
-        if self.due(save_every) or (save_every and self.stop.requested):
+        if self.due(self.config.trainer.save_every):
             self._checkpoints.begin(self.step, {"actor": actor, "critic": critic})
         if self.due(self.config.trainer.export_every):
             actor.export(str(self.folder / "export" / f"step_{self.step}"))
