@@ -39,16 +39,18 @@ class ResourcePool:
         devices: int = 1,
         device: str = "cpu",
         env: Mapping[str, str] | None = None,
+        shared: Mapping[str, str] | None = None,
         cpus_per_device: float | None = None,
         placement_timeout_seconds: float = 300.0,
         collective_timeout_seconds: float = 600.0,
     ) -> None:
         """Start the processes and their default process group (gloo on cpu, nccl on cuda).
 
-        env: environment of the processes. cpus_per_device: Ray CPUs that a process reserves; None divides all CPUs of
+        env: environment of the processes. shared: path by configuration key of what every node must see. cpus_per_device: Ray CPUs that a process reserves; None divides all CPUs of
         the cluster by ``devices``, so give it when several pools are to live side by side.
 
-        Errors: ValueError with the arithmetic when the devices can never fit, or not within the placement timeout.
+        Errors: ValueError with the arithmetic when the devices can never fit, or not within the placement timeout;
+        ValueError naming the node that does not see a shared path.
         """
         if devices < 1 or device not in ("cpu", "cuda"):
             raise ValueError(f"a pool needs at least 1 device of kind cpu or cuda, got {devices} of {device!r}")
@@ -63,6 +65,7 @@ class ResourcePool:
         self._watch: dict[int, Any] = {}
         try:
             self._start(dict(env or {}), cpus_per_device, placement_timeout_seconds, collective_timeout_seconds)
+            self._rendezvous(dict(shared or {}))
         except BaseException:
             self._kill()
             raise
@@ -99,11 +102,16 @@ class ResourcePool:
             for rank, process in enumerate(self._processes)
         }
         self.cluster.calls.watch(self)
-        self._rendezvous()
 
-    def _rendezvous(self) -> None:
+    def _rendezvous(self, shared: dict[str, str]) -> None:
         for rank, answer in self._on_all("start").items():
             self._infos[rank] = ProcessInfo(rank, *answer.value)
+        for rank, answer in self._on_all("missing", shared).items():
+            for key, path in answer.value.items():
+                raise ValueError(
+                    f"{key}: node {self._infos[rank].node} (rank {rank} of pool {self.name!r}) does not see {path}, which "
+                    "the driver sees: put it on storage that all nodes mount at the same path"
+                )
         self._on_all("join", self._address_for(self), self._on_first("open_store"))
 
     def _address_for(self, *pools: ResourcePool) -> str:
