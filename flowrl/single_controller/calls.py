@@ -21,6 +21,7 @@ from ray.exceptions import (
 
 from flowrl.single_controller.device_memory import DeviceMemory
 from flowrl.single_controller.failures import WorkerError, death_cause, log_tail, oom_kills
+from flowrl.single_controller.node_watch import ROUND_SECONDS, SILENT_ROUNDS, NodeWatch
 from flowrl.single_controller.process import Answer
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Calls:
         self._spans: list[Span] = []
         self._phase: tuple[str | None, int | None] = (None, None)
         self._oom_kills = oom_kills()
+        self.nodes = NodeWatch()
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
@@ -150,6 +152,20 @@ class Calls:
             return
         for ref, answer in zip(ready, answers, strict=True):
             self._note(answer, *owners[ref])
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        """Errors: WorkerError of the first process on a node that does not answer, one with a call under way first."""
+        silent = self.nodes.silent()
+        lost = [(p, rank) for p in self._pools for rank in range(p.devices) if p.process(rank).node in silent]
+        for pool, rank in sorted(lost, key=lambda each: self._running(*each) is None):
+            node = pool.process(rank).node
+            cause = f"node {node} is down or cut off: no answer for {ROUND_SECONDS * SILENT_ROUNDS:.0f} s"
+            self._fail(pool, rank, self._running(pool, rank), cause, "")
+
+    def _running(self, pool: ResourcePool, rank: int) -> Call | None:
+        """The first call that this rank has not answered."""
+        return next((c for c in self._outstanding if c.pool is pool and rank in c.refs and rank not in c.answers), None)
 
     def _take(self, ref: Any, pool: ResourcePool, rank: int, call: Call | None) -> None:
         try:
@@ -188,9 +204,7 @@ class Calls:
         self._fail(pool, rank, call, cause.strip(), text)
 
     def _died(self, pool: ResourcePool, rank: int, call: Call | None, error: RayError) -> None:
-        if call is None:
-            running = [c for c in self._outstanding if c.pool is pool and rank in c.refs and rank not in c.answers]
-            call = running[0] if running else None
+        call = call or self._running(pool, rank)
         tail = log_tail(pool.process(rank))
         # The kernel counts a kill a moment after the process is gone.
         cause = death_cause(str(error), tail, oom_kills() - self._oom_kills)

@@ -82,7 +82,8 @@ class ResourcePool:
         self._await_placement(bundle, placement_timeout)
         places = self._places()
         env_vars = _environment(self.device, bundle["CPU"], env)
-        for rank, (index, local_rank) in enumerate(places):
+        self.cluster.calls.nodes.add(self.cluster.raylets({node for _, _, node in places}))
+        for rank, (index, local_rank, node) in enumerate(places):
             spec = ProcessSpec(
                 rank=rank,
                 world_size=self.devices,
@@ -96,7 +97,7 @@ class ResourcePool:
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
             options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0.0), "scheduling_strategy": strategy}
             self._processes.append(_RemoteProcess.options(**options, runtime_env={"env_vars": env_vars}).remote(spec))
-            self._infos.append(ProcessInfo(rank, "unknown", 0, None))
+            self._infos.append(ProcessInfo(rank, node, 0, None))
         self._watch = {
             rank: process.watch.options(concurrency_group="control").remote()
             for rank, process in enumerate(self._processes)
@@ -147,15 +148,15 @@ class ResourcePool:
                 told = int(waited // _MESSAGE_SECONDS)
                 logger.warning("waiting for devices, %.0f of %.0f s\n%s", waited, timeout, problem or "")
 
-    def _places(self) -> list[tuple[int, int]]:
-        """(bundle index, local rank) by rank: nodes by address, bundles of a node by index."""
+    def _places(self) -> list[tuple[int, int, str]]:
+        """(bundle index, local rank, node address) by rank: nodes by address, bundles of a node by index."""
         assert self._group is not None
         address = {node.node_id: node.address for node in self.cluster.nodes()}
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
-        places: list[tuple[int, int]] = []
+        places: list[tuple[int, int, str]] = []
         seen: dict[str, int] = {}
         for index in sorted(node_of, key=lambda i: (address[node_of[i]], node_of[i], i)):
-            places.append((index, seen.get(node_of[index], 0)))
+            places.append((index, seen.get(node_of[index], 0), address[node_of[index]]))
             seen[node_of[index]] = places[-1][1] + 1
         return places
 

@@ -45,7 +45,8 @@ class Host:
     """One host. `address` is how the others reach it."""
 
     def __init__(self, name: str, address: str, local: Path) -> None:
-        self.name, self.address, self._local = name, address, local
+        self.name, self.address = name, address
+        self.lost = False
         # In a session of its own: a Ctrl-C is for the tests.
         self._first = subprocess.Popen(
             ["unshare", *_NEW, sys.executable, "-I", "-S", "-c", _FIRST],
@@ -103,10 +104,12 @@ class Host:
 
     def cut_off(self) -> None:
         """From now on nothing reaches this host or leaves it, and nobody is told."""
+        self.lost = True
         self.run(["ip", "link", "set", "eth0", "down"], check=True)
 
     def kill(self) -> None:
         """Kill every process of this host at once, without waiting."""
+        self.lost = True
         self._first.kill()
 
     def end(self) -> None:
