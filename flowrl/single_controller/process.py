@@ -20,6 +20,7 @@ import ray
 from flowrl.single_controller.failures import log_header
 from flowrl.single_controller.host_memory import allocation_failures_with_figures
 from flowrl.single_controller.link import LinkArgument, Links, connect_store, open_store
+from flowrl.single_controller.network import GlooInterface
 from flowrl.single_controller.stacks import Stack, stack_of
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Process:
         self._links = Links()
         self._store: Any = None
         self._device = spec.device
+        self._interface = GlooInterface(ray.util.get_node_ip_address())
 
     def start(self) -> Answer:
         """(node address, pid, log path) once the libraries are imported and the device is chosen."""
@@ -112,6 +114,11 @@ class Process:
         facts = (ray.util.get_node_ip_address(), os.getpid(), self._log.name if self._log else None)
         return Answer(facts, start, time.time())
 
+    def missing(self, paths: Mapping[str, str]) -> Answer:
+        """Which of these files and folders, path by key, this node does not see."""
+        start = time.time()
+        return Answer({key: path for key, path in paths.items() if not os.path.exists(path)}, start, time.time())
+
     def open_store(self) -> Answer:
         """Rank 0: open the pool's store; the answer is its port."""
         start = time.time()
@@ -124,6 +131,7 @@ class Process:
         import torch.distributed as dist
 
         start, spec = time.time(), self._spec
+        self._interface.choose(host)
         if self._store is None:
             self._store = connect_store(host, port)
         timeout = datetime.timedelta(seconds=spec.collective_timeout_seconds)
@@ -230,6 +238,7 @@ class Process:
 
     def _one(self, argument: Any) -> Any:
         if isinstance(argument, LinkArgument):
+            self._interface.choose(argument.host)
             return self._links.find(argument, self._spec.rank, self._spec.collective_timeout_seconds)
         return self._roles[argument.role] if isinstance(argument, RoleArgument) else argument
 
