@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scenarios import OPTIM, Cell, actor, call, check_replicas, critic, figures, local_state, whole_weights
+from scenarios import OPTIM, Cell, actor, call, check_replicas, critic, figures, local_state, reference, whole_weights
 
 from flowrl.protocol import DataProto, Ragged
 from flowrl.workers.actor import ActorWorker
@@ -84,26 +84,31 @@ def write_trips(folder: Path, trips: Sequence[Trip], batch: DataProto, target: P
         role = make(trip.kind, folder, trip.written)
         learn(role, batch)
         learn(role, flat(batch) if trip.kind == "actor" else batch)
+        torch.manual_seed(number)
         role.save_state(str(target / str(number)))
+        drawn = torch.rand(3)
         steps = two_steps(role, batch)
         digests = role.finish_save()
         assert role.finish_save() == digests
-        results.append({"digests": gathered(digests), **steps})
+        results.append({"digests": gathered(digests), "drawn": drawn, **steps})
     return results
 
 
 def read_trips(
     folder: Path, trips: Sequence[Trip], batch: DataProto, source: Path, target: Path
 ) -> list[dict[str, Any]]:
-    """Per trip: a new role reads `source/N`, is written to `target/N` as it is, and takes two steps."""
+    """Per trip: a new role reads `source/N` (and another is made after it), is written to `target/N` as it is, and takes
+    two steps."""
     results = []
     for number, trip in enumerate(trips):
         role = make(trip.kind, folder, trip.read)
         said = role.load_state(str(source / str(number)))
+        reference(folder, Cell())
+        drawn = torch.rand(3)
         check_replicas(role._engine)
         role.save_state(str(target / str(number)))
         role.finish_save()
-        results.append({"said": said, **two_steps(role, batch)})
+        results.append({"said": said, "drawn": drawn, **two_steps(role, batch)})
     return results
 
 

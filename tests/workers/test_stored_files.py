@@ -77,7 +77,7 @@ def test_boxes_that_are_no_tensors_are_refused(stored: Path, tmp_path: Path) -> 
             where.offset, where.length = (folder / where.relative_path).stat().st_size, len(evil)
             with (folder / where.relative_path).open("ab") as file:
                 file.write(evil)
-    with pytest.raises(Exception, match="posix.system|weights_only|Weights only"):
+    with pytest.raises(ValueError, match="posix.system"):
         reader.whole("weight.model.norm.weight")
     assert not made.exists()
 
