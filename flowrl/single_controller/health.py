@@ -6,14 +6,18 @@ it ends the driver.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 
 _ANSWER_SECONDS = 2.0
 _TRIES = 3
 _PAUSE_SECONDS = 1.0
+_LOOK_SECONDS = 1.0
+_UNASKED_SECONDS = 10.0
 
 
 class OwnRay:
@@ -51,3 +55,46 @@ class JoinedRay:
                         return f"Ray's {kind} at {address[0]}:{address[1]} is gone ({error})"
                     time.sleep(_PAUSE_SECONDS)
         return None
+
+
+class RayWatch:
+    """Looks every second, on a thread of its own, whether Ray lives. The driver asks with `problem`.
+
+    A driver that does not ask for a while after Ray is gone is inside one of the calls to Ray that do not return then
+    (`ray.put`, ...): it is ended, with one line, exit code 1; the reaper cleans up.
+    """
+
+    def __init__(self, ray: OwnRay | JoinedRay) -> None:
+        self._ray = ray
+        self._found: str | None = None
+        self._lock = threading.Lock()
+        self._asked, self._closed = threading.Event(), threading.Event()
+        threading.Thread(target=self._watch, name="ray-watch", daemon=True).start()
+
+    def problem(self, look: bool = False) -> str | None:
+        """What is gone, in words; None while all is well. look: now, not as of the last second."""
+        if look:
+            self._look()
+        if self._found is not None:
+            self._asked.set()
+        return self._found
+
+    def close(self) -> None:
+        """Ends the watch, before Ray is ended in good order."""
+        with self._lock:
+            self._closed.set()
+
+    def _look(self) -> None:
+        with self._lock:
+            if self._found is None and not self._closed.is_set():
+                self._found = self._ray.problem()
+
+    def _watch(self) -> None:
+        while self._found is None:
+            if self._closed.wait(_LOOK_SECONDS):
+                return
+            self._look()
+        if not self._asked.wait(_UNASKED_SECONDS):
+            line = f"{self._found}; the driver waited for Ray meanwhile and was ended\n"
+            os.write(2, line.encode())
+            os._exit(1)
