@@ -163,7 +163,9 @@ class RewardRunner:
                 if not loaded:
                     raise ConfigError(f"reward.function={self._config.function}: the function's module {event.reason}")
                 if task is None:
-                    logger.warning("reward process %d %s while idle; another takes its place", process.pid, event.reason)
+                    logger.warning(
+                        "reward process %d %s while idle; another takes its place", process.pid, event.reason
+                    )
                 else:
                     answers.append((task, Answer(None, event.reason)))
             elif isinstance(event, Answer) and task is not None:
