@@ -14,10 +14,9 @@ from flowrl.config.compose import to_yaml
 from flowrl.config.schema import Config
 from flowrl.config.tree import ConfigError
 from flowrl.console import StepConsole
-from flowrl.workers.actor import ActorWorker
-from flowrl.workers.critic import CriticWorker
+from flowrl.workers.trained import TrainedWorker
 
-Role = TypeVar("Role", bound=ActorWorker | CriticWorker)
+Role = TypeVar("Role", bound=TrainedWorker)
 
 
 class Checkpointing:
@@ -35,8 +34,8 @@ class Checkpointing:
         self._folder = run_dir / FOLDER
         self._store = CheckpointStore(self._folder, config.trainer.keep_checkpoints)
         self._step = 0
-        self._trained: dict[str, ActorWorker | CriticWorker] = {}
-        self._roles: dict[str, ActorWorker | CriticWorker] = {}
+        self._trained: dict[str, TrainedWorker] = {}
+        self._roles: dict[str, TrainedWorker] = {}
         self._state: RunState | None = None
 
     def prepare(self, model: Path) -> None:
@@ -72,7 +71,7 @@ class Checkpointing:
         self._console.message(f"resumed from {FOLDER}/{checkpoint.folder.name}: {name} ({layout}): {restored}")
         return role
 
-    def begin(self, step: int, roles: Mapping[str, ActorWorker | CriticWorker | None]) -> None:
+    def begin(self, step: int, roles: Mapping[str, TrainedWorker | None]) -> None:
         """Start a checkpoint of step `step`: the roles' state of now. One that is on its way is completed before."""
         self.complete()
         partial = self._store.begin(step)

@@ -24,6 +24,7 @@ from flowrl.single_controller.device_memory import DeviceMemory
 from flowrl.single_controller.failures import ClusterError, WorkerError, death_cause, log_tail
 from flowrl.single_controller.health import RayWatch
 from flowrl.single_controller.host_memory import ResidentSizes, oom_kills
+from flowrl.single_controller.node_watch import ROUND_SECONDS, SILENT_ROUNDS, NodeWatch
 from flowrl.single_controller.patience import Patience
 from flowrl.single_controller.process import Answer
 from flowrl.single_controller.stacks import standing, suspects
@@ -99,6 +100,7 @@ class Calls:
         self._spans: list[Span] = []
         self._phase: tuple[str | None, int | None] = (None, None)
         self._oom_kills = oom_kills()
+        self.nodes = NodeWatch()
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
@@ -171,11 +173,12 @@ class Calls:
         return list({call.pool: call for call in reversed(self._outstanding)}.values())
 
     def _look(self) -> None:
-        """Every second, beside the answers: the sizes of processes, calls that last too long."""
+        """Every second, beside the answers: nodes, the sizes of processes, calls that last too long."""
         now = time.monotonic()
         if now - self._looked < _POLL_SECONDS:
             return
         self._looked = now
+        self._check_nodes()
         for process in (pool.process(rank) for pool in self._pools for rank in range(pool.devices)):
             if process.node == self._node:
                 self._sizes.look(process.pid)
@@ -215,6 +218,19 @@ class Calls:
             return
         for ref, answer in zip(ready, answers, strict=True):
             self._note(answer, *owners[ref])
+
+    def _check_nodes(self) -> None:
+        """Errors: WorkerError of the first process on a node that does not answer, one with a call under way first."""
+        silent = self.nodes.silent()
+        lost = [(p, rank) for p in self._pools for rank in range(p.devices) if p.process(rank).node in silent]
+        for pool, rank in sorted(lost, key=lambda each: self._unanswered(*each) is None):
+            node = pool.process(rank).node
+            cause = f"node {node} is down or cut off: no answer for {ROUND_SECONDS * SILENT_ROUNDS:.0f} s"
+            self._fail(pool, rank, self._unanswered(pool, rank), cause, "")
+
+    def _unanswered(self, pool: ResourcePool, rank: int) -> Call | None:
+        """The first call that this rank has not answered."""
+        return next((c for c in self._outstanding if c.pool is pool and rank in c.refs and rank not in c.answers), None)
 
     def _take(self, ref: Any, pool: ResourcePool, rank: int, call: Call | None) -> None:
         try:
@@ -256,9 +272,7 @@ class Calls:
 
     def _died(self, pool: ResourcePool, rank: int, call: Call | None, error: RayError) -> None:
         self.check_ray(look=True)
-        if call is None:
-            running = [c for c in self._outstanding if c.pool is pool and rank in c.refs and rank not in c.answers]
-            call = running[0] if running else None
+        call = call or self._unanswered(pool, rank)
         tail = log_tail(pool.process(rank))
         if call is not None and any(_COLLECTIVE_TIMEOUT.search(line) for line in tail):
             self._collective_timed_out(rank, call, "\n".join(tail))

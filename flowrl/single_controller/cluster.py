@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import uuid
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -159,6 +160,11 @@ class Cluster:
         ]
         return sorted(nodes, key=lambda node: (node.address, node.node_id))
 
+    def raylets(self, addresses: Collection[str]) -> dict[str, tuple[str, int]]:
+        """Host and port at which the raylets of these nodes listen, by address."""
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] in addresses]
+        return {n["NodeManagerAddress"]: (n["NodeManagerAddress"], int(n["NodeManagerPort"])) for n in nodes}
+
     def phase(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
         """Names the calls made inside, for errors and the timeline."""
         return self.calls.phase(name, step)
@@ -188,6 +194,7 @@ class Cluster:
         if self._ray_watch is not None:
             problem = self._ray_watch.problem(look=True)
             self._ray_watch.close()
+            self.calls.nodes.close()
         for pool in list(self._pools.values()):
             if problem is not None:
                 pool.lose(ClusterError(problem, None, None))
@@ -228,7 +235,10 @@ def join(address: str) -> None:
     try:
         _init_ray(address=address)
     except ConnectionError as error:
-        raise ValueError(f"no Ray cluster answers at {address} (cluster.address or RAY_ADDRESS): {error}") from error
+        raise ValueError(
+            f"no Ray cluster answers at {address} (cluster.address or RAY_ADDRESS): {error}; where the cluster asks for a "
+            "token (ray start with RAY_AUTH_MODE=token), set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH here"
+        ) from error
     except RuntimeError as error:
         if "Version mismatch" not in str(error):
             raise

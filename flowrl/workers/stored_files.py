@@ -93,6 +93,13 @@ class StoredReader(FileSystemReader):
             if isinstance(entry, TensorStorageMetadata)
         }
 
+    def whole(self, key: str) -> torch.Tensor:
+        """A tensor, put together from the boxes that the ranks wrote."""
+        shape, dtype = self.tensors()[key]
+        tensor = torch.empty(shape, dtype=dtype)
+        load({key: tensor}, storage_reader=self, no_dist=True)
+        return tensor
+
 
 def read_common(folder: str | Path) -> dict[str, Any]:
     """The plain values of a role. Error: `ValueError` where they cannot be read without running code."""
@@ -116,8 +123,6 @@ def logical_tensors(folder: str | Path, prefix: str = "") -> Iterator[tuple[str,
     Errors: `ValueError` as in `StoredReader`.
     """
     reader = StoredReader(folder)
-    for key, (shape, dtype) in sorted(reader.tensors().items()):
+    for key in sorted(reader.tensors()):
         if key.startswith(prefix):
-            whole = torch.empty(shape, dtype=dtype)
-            load({key: whole}, storage_reader=reader, no_dist=True)
-            yield key, whole
+            yield key, reader.whole(key)
