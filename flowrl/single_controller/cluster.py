@@ -24,7 +24,7 @@ from flowrl.single_controller import reaper
 from flowrl.single_controller.blocks import liveness
 from flowrl.single_controller.calls import Calls, Span
 from flowrl.single_controller.placement import NodeResources
-from flowrl.single_controller.ray_private import free_resources, keep_ray_off_the_console
+from flowrl.single_controller.ray_private import confined, forget_token, free_resources, keep_ray_off_the_console
 from flowrl.single_controller.reaper import reap
 
 if TYPE_CHECKING:
@@ -36,12 +36,14 @@ _MIN_OBJECT_STORE_BYTES = 80_000_000
 _MAX_OBJECT_STORE_BYTES = 2 << 30
 _MAX_TEMP_PATH = 40
 _MARK = "FLOWRL_CLUSTER"
+_LOOPBACK = "127.0.0.1"
 
 
 class Cluster:
     """Context manager: starts a local Ray or joins one, and leaves nothing behind.
 
-    A joined Ray stays up; only the processes of this run end. ``banner`` says which it is, with versions.
+    A joined Ray stays up; only the processes of this run end. ``banner`` says which it is, with versions. A local one
+    listens on the loopback interface only, and answers only those who have its token: processes that it started.
     """
 
     def __init__(
@@ -97,13 +99,15 @@ class Cluster:
             # In the environment of Ray's processes only, so that the reaper knows exactly those.
             os.environ[_MARK] = self._temp_dir
             try:
-                _init_ray(
-                    address="local",
-                    num_cpus=num_cpus,
-                    object_store_memory=object_store_bytes,
-                    include_dashboard=False,
-                    _temp_dir=self._temp_dir,
-                )
+                with confined():
+                    _init_ray(
+                        address="local",
+                        num_cpus=num_cpus,
+                        object_store_memory=object_store_bytes,
+                        include_dashboard=False,
+                        _temp_dir=self._temp_dir,
+                        _node_ip_address=_LOOPBACK,
+                    )
             finally:
                 del os.environ[_MARK]
         except BaseException:
@@ -111,6 +115,11 @@ class Cluster:
             raise
 
     # What it offers
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for the processes of its pools: those of one machine's cluster talk over the loopback interface."""
+        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if self._owned else {}
 
     def nodes(self) -> list[NodeResources]:
         """Live nodes by address, with their total and free resources."""
@@ -154,6 +163,8 @@ class Cluster:
                 pool.kill()
         if self._owned or self._joined:
             ray.shutdown()
+        if self._owned:
+            forget_token()
         if self._temp_dir is not None:
             reap(f"{_MARK}={self._temp_dir}", self._temp_dir)
         if self._reaper is not None:

@@ -78,7 +78,7 @@ class ResourcePool:
         self._group = placement_group([bundle] * self.devices, strategy="PACK")
         self._await_placement(bundle, placement_timeout)
         places = self._places()
-        env_vars = _environment(self.device, bundle["CPU"], env)
+        env_vars = _environment(self.device, bundle["CPU"], {**self.cluster.environment, **env})
         for rank, (index, local_rank) in enumerate(places):
             spec = ProcessSpec(
                 rank=rank,
@@ -104,7 +104,8 @@ class ResourcePool:
     def _rendezvous(self) -> None:
         for rank, answer in self._on_all("start").items():
             self._infos[rank] = ProcessInfo(rank, *answer.value)
-        self._on_all("join", self._address_for(self), self._on_first("open_store"))
+        host = self._address_for(self)
+        self._on_all("join", host, self._on_first("open_store", host))
 
     def _address_for(self, *pools: ResourcePool) -> str:
         """Where processes of these pools reach this pool's rank 0."""
@@ -113,7 +114,8 @@ class ResourcePool:
 
     def host_link(self, other: ResourcePool) -> tuple[str, int]:
         """Open a store on rank 0 for the processes of both pools; host and port at which they reach it."""
-        return self._address_for(other), self._on_first("host_link", self.devices + other.devices)
+        host = self._address_for(other)
+        return host, self._on_first("host_link", host, self.devices + other.devices)
 
     def _on_first(self, method: str, *args: Any) -> Any:
         process = self._processes[0]
