@@ -17,11 +17,15 @@ EXIT_CONFIGURATION = 2
 
 
 def run_main(
-    main: Callable[[Config], int | None], argv: Sequence[str] | None = None, *, recipe: Recipe | None = None
+    main: Callable[[Config], int | None],
+    argv: Sequence[str] | None = None,
+    *,
+    recipe: Recipe | None = None,
+    outlook: Callable[[Config], str] | None = None,
 ) -> NoReturn:
     """Composes the configuration and ends the process with the exit code of `main` (None: 0).
 
-    `--help` and `dry_run=true` print and exit 0. A `ConfigError`, from here or from `main` (data, tokenizer, reward
+    `--help` and `dry_run=true` print and exit 0; `outlook` is what the latter says beside the plan. A `ConfigError`, from here or from `main` (data, tokenizer, reward
     function), is printed on stderr without traceback, exit 2. Other exceptions and signals are `main`'s business.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -31,7 +35,8 @@ def run_main(
     try:
         composed = compose_all(argv, recipe=recipe)
         if composed.config.dry_run:
-            sys.stdout.write(render(make_plan(composed.config, composed.shapes, composed.machine)))
+            plan = render(make_plan(composed.config, composed.shapes, composed.machine))
+            sys.stdout.write(plan + (f"\n{outlook(composed.config)}\n" if outlook else ""))
             sys.exit(0)
         code = main(composed.config)
     except ConfigError as error:

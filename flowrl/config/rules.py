@@ -51,8 +51,6 @@ def _unbuilt(config: Config, facts: Facts) -> Iterator[str]:
         key = f"{role}.layout.cp"
         if facts.values[key] > 1 and (role == "actor" or key in facts.given):
             yield f"{key}={facts.values[key]}: context parallelism is not built yet; legal: 1"
-    if config.trainer.resume != "never":
-        yield f"trainer.resume={config.trainer.resume}: there are no checkpoints to resume from yet; legal: never"
 
 
 def _machine(config: Config, facts: Facts) -> Iterator[str]:
@@ -254,6 +252,8 @@ def _trainer(config: Config, facts: Facts) -> Iterator[str]:
         yield "trainer.loggers=[wandb] needs the package `wandb`, which is not installed (pip install 'flowrl[wandb]')"
     if config.trainer.eval_every and "trainer.eval_every" in facts.given and not config.data.eval_files:
         yield f"trainer.eval_every={config.trainer.eval_every} with data.eval_files=[]: there is nothing to evaluate on; give files or trainer.eval_every=0"
+    if config.trainer.resume not in ("auto", "never") and not user_path(config.trainer.resume).is_dir():
+        yield f"trainer.resume={config.trainer.resume} is no folder; legal: auto, never, or the folder of a checkpoint (.../checkpoints/step_N)"
     folder = user_path(config.run.dir)
     try:
         if folder.exists() and not folder.is_dir():

@@ -52,7 +52,7 @@ class RolloutWorker(Worker):
 
     Engines are consecutive ranks and never sleep, unless a trainer of sizes `beside` is on the same ranks: then both
     share an order in which the fewest bytes move, and the devices' memory by turns.
-    The engine starts with the weights of `model_path`, which have version 0; each `receive_weights` adds 1.
+    The engine starts with the weights of `model_path`, which have `weights_version`; each `receive_weights` adds 1.
     `num_tokenizer_ids`: ids at or over it are never sampled. `stop_token_ids`: end a response, beside
     `config.stop_token_ids`. `seed`: for what vLLM draws outside of requests; every request has its own seed.
 
@@ -72,6 +72,7 @@ class RolloutWorker(Worker):
         seed: int,
         trust_remote_code: bool = False,
         beside: ParallelSizes | None = None,
+        weights_version: int = 0,
     ) -> None:
         self._shape = shape
         self._config = config
@@ -94,7 +95,7 @@ class RolloutWorker(Worker):
         self._recording = record(self._engine.load_weights, self._parameters, self._tensors)
         self._transfer: Transfer | None = None
         self._source: WeightSource | Link | None = None
-        self._weights_version = 0
+        self._weights_version = weights_version
         if self.rank == 0:
             self._say_sampling()
 
@@ -239,6 +240,11 @@ class RolloutWorker(Worker):
         """Leave the ranks that the last move was made with."""
         if self._transfer is not None:
             self._transfer.world.close()
+
+    @register(dispatch=broadcast)
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of prompts: the next responses are computed as by an engine that has just started."""
+        self._engine.reset_prefix_cache()
 
     @register(dispatch=broadcast)
     def sleep(self) -> None:

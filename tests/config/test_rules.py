@@ -329,7 +329,7 @@ def test_a_knob_that_nothing_reads_is_refused(argv: list[str], expected: str) ->
 
 @pytest.mark.parametrize(
     "override",
-    ["actor.layout.cp=2", "critic.layout.cp=2", "trainer.resume=auto"],
+    ["actor.layout.cp=2", "critic.layout.cp=2"],
 )
 def test_what_is_not_built_is_refused_by_name(override: str) -> None:
     message = refusal(override)

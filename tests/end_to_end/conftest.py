@@ -76,7 +76,7 @@ class Command:
         seconds = time.monotonic() - started
         # A run writes nothing of its environment, where keys and tokens are.
         assert [file for file in files_of(folder) if mark.encode() in file.read_bytes()] == []
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while processes_marked(mark) and time.monotonic() < deadline:
             time.sleep(0.2)
         return Finished(done.returncode, done.stdout, done.stderr, folder, seconds, tuple(processes_marked(mark)))
