@@ -18,7 +18,6 @@ from ray.exceptions import ObjectLostError, ReferenceCountingAssertionError
 from flowrl.protocol import Column, DataProto, LocalBlock, Ragged, Stored
 from flowrl.protocol.packing import from_numpy, to_numpy
 
-
 _POLL_SECONDS = 1.0
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import uuid
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,8 +25,15 @@ import ray
 from flowrl.single_controller import reaper
 from flowrl.single_controller.blocks import liveness
 from flowrl.single_controller.calls import Calls, Span
+from flowrl.single_controller.failures import ClusterError, WorkerError
+from flowrl.single_controller.health import JoinedRay, OwnRay
 from flowrl.single_controller.placement import NodeResources
-from flowrl.single_controller.ray_private import free_resources, keep_ray_off_the_console
+from flowrl.single_controller.ray_private import (
+    ended_processes,
+    free_resources,
+    keep_ray_off_the_console,
+    raylet_address,
+)
 from flowrl.single_controller.reaper import reap
 
 if TYPE_CHECKING:
@@ -36,7 +44,7 @@ _CONNECT_SECONDS = 5
 _MIN_OBJECT_STORE_BYTES = 80_000_000
 _MAX_OBJECT_STORE_BYTES = 2 << 30
 _MAX_TEMP_PATH = 40
-_MARK = "FLOWRL_CLUSTER"
+_MARK, _RUN_MARK = "FLOWRL_CLUSTER", "FLOWRL_RUN"
 
 
 class Cluster:
@@ -52,17 +60,22 @@ class Cluster:
         object_store_bytes: int | None = None,
         log_dir: str | os.PathLike[str] | None = None,
         run_name: str = "run",
+        call_timeout_seconds: float | None = None,
+        lock: Path | None = None,
     ) -> None:
         """address: ``host:port`` or ``auto``; None takes RAY_ADDRESS if set and else starts a new local cluster.
 
         num_cpus, object_store_bytes: of a new local cluster; None takes what this process may use, and a quarter of
         free shared memory (at most 2 GiB). log_dir: folder for the logs of workers, made where they run.
+        call_timeout_seconds: a method that runs longer is a failure; None is no limit. lock: a file that this run holds
+        locked, removed when the driver is killed.
 
         Errors: ValueError when nothing answers at the address or versions differ.
         """
         self.run_name = run_name
         self.log_dir = os.path.abspath(log_dir) if log_dir is not None else None
-        self.calls = Calls()
+        self.mark = {_RUN_MARK: uuid.uuid4().hex}
+        self._lock = lock
         self._pools: dict[str, ResourcePool] = {}
         self._temp_dir: str | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -80,7 +93,10 @@ class Cluster:
         else:
             join(address)
             self._joined = True
+            self._reaper = self._start_reaper()
             where = f"joined {ray.get_runtime_context().gcs_address}"
+        self._health = self._watch_ray()
+        self.calls = Calls(call_timeout_seconds, self._health.problem, ray.util.get_node_ip_address())
         liveness.check = self.calls.poll
         self.num_cpus = sum(node.total.get("CPU", 0.0) for node in self.nodes())
         self.banner = f"Ray: {where}, ray {ray.__version__}, Python {platform.python_version()}, {self.num_cpus:g} CPUs"
@@ -92,11 +108,11 @@ class Cluster:
         self._temp_dir = tempfile.mkdtemp(prefix="flowrl-", dir=base if len(base) <= _MAX_TEMP_PATH else "/tmp")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        self._owned = True
-        self._reaper = _start_reaper(self._temp_dir)
+        self._owned, self.mark = True, {_MARK: self._temp_dir}
+        self._reaper = self._start_reaper()
         try:
             # In the environment of Ray's processes only, so that the reaper knows exactly those.
-            os.environ[_MARK] = self._temp_dir
+            os.environ.update(self.mark)
             try:
                 _init_ray(
                     address="local",
@@ -110,6 +126,25 @@ class Cluster:
         except BaseException:
             self.close()
             raise
+
+    def _start_reaper(self) -> subprocess.Popen[bytes]:
+        paths = [str(path) for path in (self._temp_dir, self._lock) if path is not None]
+        command = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), self._marked, *paths]
+        null = subprocess.DEVNULL
+        # Its own session: a Ctrl-C meant for the driver must not end it.
+        return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+
+    @property
+    def _marked(self) -> str:
+        """The entry that the environments of this run's processes hold: all of an own Ray's, else of the workers."""
+        return "=".join(*self.mark.items())
+
+    def _watch_ray(self) -> OwnRay | JoinedRay:
+        if self._owned:
+            return OwnRay(ended_processes)
+        context = ray.get_runtime_context()
+        host, _, port = context.gcs_address.rpartition(":")
+        return JoinedRay({"GCS": (host, int(port)), "raylet": raylet_address(context.get_node_id())})
 
     # What it offers
 
@@ -160,9 +195,7 @@ class Cluster:
                 pool.kill()
         if self._owned or self._joined:
             ray.shutdown()
-        self.calls.nodes.close()
-        if self._temp_dir is not None:
-            reap(f"{_MARK}={self._temp_dir}", self._temp_dir)
+        reap(self._marked, [self._temp_dir] if self._temp_dir is not None else [])
         if self._reaper is not None:
             self._reaper.kill()
             self._reaper.wait()
@@ -175,6 +208,9 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(graceful=kind is None)
+        if isinstance(error, Exception) and not isinstance(error, WorkerError | ClusterError):
+            # Whatever was asked of Ray at that moment, by whomever: the cause is that it is gone.
+            self.calls.check_ray()
 
 
 def join(address: str) -> None:
@@ -207,13 +243,6 @@ def _init_ray(**options: Any) -> None:
                 # None: set outside Python, which cannot be put back from here.
                 if handler is not None:
                     signal.signal(each, handler)
-
-
-def _start_reaper(temp_dir: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), f"{_MARK}={temp_dir}", temp_dir]
-    null = subprocess.DEVNULL
-    # Its own session: a Ctrl-C meant for the driver must not end it.
-    return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
 
 
 def usable_cpus() -> int:

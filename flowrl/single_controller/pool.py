@@ -7,16 +7,19 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from flowrl.single_controller.failures import ProcessInfo, WorkerError
+from flowrl.single_controller.failures import ClusterError, ProcessInfo, WorkerError
 from flowrl.single_controller.placement import bundle_for, shortfall
 from flowrl.single_controller.process import Answer, Process, ProcessSpec
+from flowrl.single_controller.stacks import Stack
 
 if TYPE_CHECKING:
     from flowrl.single_controller.cluster import Cluster
@@ -26,6 +29,7 @@ logger = logging.getLogger("flowrl")
 _RemoteProcess: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})(Process)
 _MESSAGE_SECONDS = 30
 _SHUTDOWN_SECONDS = 10
+_STACK_SECONDS = 5
 
 
 class ResourcePool:
@@ -57,7 +61,7 @@ class ResourcePool:
         cluster.claim_pool_name(self, name)
         self.cluster, self.name, self.devices, self.device = cluster, name, devices, device
         self.roles: dict[str, WorkerGroup] = {}
-        self._failure: WorkerError | None = None
+        self._failure: WorkerError | ClusterError | None = None
         self._closed = False
         self._group: PlacementGroup | None = None
         self._processes: list[Any] = []
@@ -81,7 +85,7 @@ class ResourcePool:
         self._group = placement_group([bundle] * self.devices, strategy="PACK")
         self._await_placement(bundle, placement_timeout)
         places = self._places()
-        env_vars = _environment(self.device, bundle["CPU"], env)
+        env_vars = _environment(self.device, bundle["CPU"], env) | self.cluster.mark
         self.cluster.calls.nodes.add(self.cluster.raylets({node for _, _, node in places}))
         for rank, (index, local_rank, node) in enumerate(places):
             spec = ProcessSpec(
@@ -188,7 +192,7 @@ class ResourcePool:
         return self._watch
 
     def check_usable(self) -> None:
-        """Errors: the WorkerError that ended the pool; ValueError after shutdown."""
+        """Errors: what ended the pool; ValueError after shutdown."""
         if self._failure is not None:
             raise self._failure
         if self._closed:
@@ -199,10 +203,24 @@ class ResourcePool:
         self._failure = error
         self._kill()
 
-    def dump_stacks(self) -> None:
-        """Write the stacks of all processes to their logs, also while they hang."""
+    def lose(self, error: ClusterError) -> None:
+        """Note that Ray is gone; nothing more is asked of it."""
+        self._failure, self._closed = error, True
+        self.cluster.release_pool_name(self)
+
+    def dump_stacks(self) -> dict[int, Stack]:
+        """Write the stacks of all processes to their logs, also while they hang; by rank where a method stands.
+
+        Ranks that do not answer within some seconds are left out.
+        """
         refs = [p.dump_stacks.options(concurrency_group="control").remote() for p in self._processes]
-        ray.wait(refs, num_returns=self.devices, timeout=5)
+        ready, _ = ray.wait(refs, num_returns=self.devices, timeout=_STACK_SECONDS)
+        stacks = {}
+        for rank, ref in enumerate(refs):
+            if ref in ready:
+                with suppress(RayError):  # it died meanwhile
+                    stacks[rank] = ray.get(ref)
+        return stacks
 
     def shutdown(self) -> None:
         """Close the roles in good order (bounded), then end the processes. Idempotent."""

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 import ray
 
 from flowrl.single_controller.failures import log_header
+from flowrl.single_controller.host_memory import allocation_failures_with_figures
 from flowrl.single_controller.link import LinkArgument, Links, connect_store, open_store
 from flowrl.single_controller.network import GlooInterface
+from flowrl.single_controller.stacks import Stack, stack_of
 
 if TYPE_CHECKING:
     from flowrl.single_controller.device_memory import DeviceMemory
@@ -166,7 +168,8 @@ class Process:
         )
         args, kwargs = self._received(arguments)
         start = time.time()
-        self._roles[role] = construct(worker, place, *args, **kwargs)
+        with allocation_failures_with_figures():
+            self._roles[role] = construct(worker, place, *args, **kwargs)
         return Answer(self._roles[role].meshes(), start, time.time())
 
     def call(self, command: Command, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Answer:
@@ -182,7 +185,8 @@ class Process:
         device = torch.device(self._device)
         start = time.time()
         device_memory.begin(device)
-        value = method(*args, **kwargs)
+        with allocation_failures_with_figures():
+            value = method(*args, **kwargs)
         if command.result == "batch":
             value = _checked_batch(f"{type(role).__name__}.{command.method}", command, value, [*args, *kwargs.values()])
         shown = value if command.answer and command.result != "nothing" else None
@@ -211,9 +215,10 @@ class Process:
         """Returns when the process is shut down; fails as soon as it dies. The driver's liveness signal."""
         self._closing.wait()
 
-    def dump_stacks(self) -> None:
-        """Write the stacks of all threads to the log, also while a call runs."""
+    def dump_stacks(self) -> Stack:
+        """Write the stacks of all threads to the log, also while a call runs; the answer is that of the call's thread."""
         faulthandler.dump_traceback(file=self._log or sys.__stderr__ or sys.stderr)
+        return stack_of(self._thread)
 
     def _check_thread(self) -> None:
         # Both: Python's thread-local values vanish when Ray makes the interpreter's state anew for every call.

@@ -19,6 +19,7 @@ from flowrl.builtin.model import resolve_model
 from flowrl.config.tree import ConfigError
 from tests.end_to_end.conftest import ROOT, Command, processes_marked
 
+DEADLINE_SECONDS = 60
 ENDLESS = (
     "trainer.total_steps=500",
     "trainer.eval_every=0",
@@ -53,13 +54,16 @@ class Running:
         """Process ids of all workers, in the order in which they were started."""
         return sorted(int(line.split()[0]) for line in processes_marked(self.mark) if "ray::Process" in line)
 
-    def finish(self, seconds: float) -> tuple[int, str]:
-        """Exit code and stderr. The run must end within `seconds`, and whatever it started within 15 more."""
+    def finish(self) -> tuple[int, str]:
+        """Exit code and stderr. The run must end, and whatever it started soon after it.
+
+        The deadlines only tell a hang from a slow machine; `recipes/kill_matrix.py` measures the seconds.
+        """
         try:
-            _, err = self.process.communicate(timeout=seconds)
+            _, err = self.process.communicate(timeout=DEADLINE_SECONDS)
         finally:
             self.process.kill()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while (left := processes_marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert left == []
@@ -71,7 +75,7 @@ def test_a_killed_worker_ends_the_run_with_its_name(flowrl: Command) -> None:
     run = Running(flowrl, "algorithm=grpo")
     pid = run.worker()
     os.kill(pid, signal.SIGKILL)
-    code, err = run.finish(seconds=15)
+    code, err = run.finish()
     assert code == 1
     last = err.strip().splitlines()[-1]
     assert f"pid {pid}" in last and re.search(r"rank \d", last) and "phase" in last and "step" in last
@@ -85,7 +89,7 @@ def test_a_killed_worker_of_either_pool_ends_the_run_with_its_name(flowrl: Comma
     run = Running(flowrl, "algorithm=grpo", "placement=standalone_rollout", "cluster.devices=1")
     pid = run.workers()[victim]
     os.kill(pid, signal.SIGKILL)
-    code, err = run.finish(seconds=15)
+    code, err = run.finish()
     assert code == 1
     last = err.strip().splitlines()[-1]
     assert f"pid {pid}" in last and "rank 0" in last and "SIGKILL" in last
@@ -98,7 +102,7 @@ def test_a_stopped_run_says_where_it_stopped(flowrl: Command, number: signal.Sig
     """RAY-03: SIGINT and SIGTERM end everything that the run started."""
     run = Running(flowrl, "algorithm=grpo")
     run.process.send_signal(number)
-    got, err = run.finish(seconds=20)
+    got, err = run.finish()
     assert got == code
     assert re.search(r"stopped at step \d+ of 500", err)
 
@@ -108,10 +112,10 @@ def test_a_killed_driver_leaves_nothing_behind(flowrl: Command) -> None:
     """RAY-03: SIGKILL to the driver; workers, Ray and reward processes go too, and a new run starts at once."""
     run = Running(flowrl, "algorithm=grpo")
     run.process.kill()
-    assert run.finish(seconds=20)[0] == -signal.SIGKILL
+    assert run.finish()[0] == -signal.SIGKILL
     again = Running(flowrl, "algorithm=grpo", name="again")
     again.process.terminate()
-    assert again.finish(seconds=20)[0] == 143
+    assert again.finish()[0] == 143
 
 
 @pytest.mark.slow

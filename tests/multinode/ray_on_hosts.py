@@ -70,5 +70,8 @@ class RayOnHosts:
 
     def workers(self) -> dict[str, list[int]]:
         """Pids of worker processes by host, as this machine has them."""
-        found = {host.name: [p for p, c in host.processes().items() if c.startswith("ray::Process")] for host in self._hosts.hosts}
+        found = {
+            host.name: [p for p, c in host.processes().items() if c.startswith("ray::Process")]
+            for host in self._hosts.hosts
+        }
         return {name: sorted(pids) for name, pids in found.items() if pids}
