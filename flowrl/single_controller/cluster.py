@@ -26,7 +26,7 @@ from flowrl.single_controller import reaper
 from flowrl.single_controller.blocks import liveness
 from flowrl.single_controller.calls import Calls, Span
 from flowrl.single_controller.failures import ClusterError, WorkerError
-from flowrl.single_controller.health import JoinedRay, OwnRay
+from flowrl.single_controller.health import JoinedRay, OwnRay, RayWatch
 from flowrl.single_controller.placement import NodeResources
 from flowrl.single_controller.ray_private import (
     confined,
@@ -84,7 +84,7 @@ class Cluster:
         self._pools: dict[str, ResourcePool] = {}
         self._temp_dir: str | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
-        self._health: OwnRay | JoinedRay | None = None
+        self._ray_watch: RayWatch | None = None
         self._owned = self._joined = False
         keep_ray_off_the_console()
         address = address or os.environ.get("RAY_ADDRESS") or None
@@ -101,8 +101,8 @@ class Cluster:
             self._joined = True
             self._reaper = self._start_reaper()
             where = f"joined {ray.get_runtime_context().gcs_address}"
-        self._health = health = self._watch_ray()
-        self.calls = Calls(call_timeout_seconds, health.problem, ray.util.get_node_ip_address())
+        self._ray_watch = ray_watch = RayWatch(self._ray_processes())
+        self.calls = Calls(call_timeout_seconds, ray_watch, ray.util.get_node_ip_address())
         liveness.check = self.calls.poll
         self.num_cpus = sum(node.total.get("CPU", 0.0) for node in self.nodes())
         self.banner = f"Ray: {where}, ray {ray.__version__}, Python {platform.python_version()}, {self.num_cpus:g} CPUs"
@@ -147,7 +147,7 @@ class Cluster:
         """The entry that the environments of this run's processes hold: all of an own Ray's, else of the workers."""
         return "=".join(*self.mark.items())
 
-    def _watch_ray(self) -> OwnRay | JoinedRay:
+    def _ray_processes(self) -> OwnRay | JoinedRay:
         if self._owned:
             return OwnRay(ended_processes)
         context = ray.get_runtime_context()
@@ -196,7 +196,11 @@ class Cluster:
 
     def close(self, graceful: bool = True) -> None:
         """End all pools; end Ray and remove its files if this run started it. Idempotent."""
-        problem = self._health.problem() if self._health is not None else None
+        problem = None
+        if self._ray_watch is not None:
+            problem = self._ray_watch.problem(look=True)
+            self._ray_watch.close()
+            self.calls.nodes.close()
         for pool in list(self._pools.values()):
             if problem is not None:
                 pool.lose(ClusterError(problem, None, None))
@@ -210,7 +214,6 @@ class Cluster:
             ray.shutdown()
         if self._owned:
             forget_token()
-        self.calls.nodes.close()
         reap(self._marked, [self._temp_dir] if self._temp_dir is not None else [])
         if self._reaper is not None:
             self._reaper.kill()
@@ -226,7 +229,7 @@ class Cluster:
         try:
             if isinstance(error, Exception) and not isinstance(error, WorkerError | ClusterError):
                 # Whatever was asked of Ray at that moment, by whomever: if it is gone, that is the cause.
-                self.calls.check_ray()
+                self.calls.check_ray(look=True)
         finally:
             self.close(graceful=kind is None)
 

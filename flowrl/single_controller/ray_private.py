@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,8 @@ def raylet_address(node_id: str) -> tuple[str, int]:
 def leave_lost_ray() -> None:
     """Without a word to a Ray that is gone: its client would wait a minute for an answer and then end this process."""
     atexit.unregister(ray._private.worker.shutdown)
+    if sys.excepthook is ray._private.worker.custom_excepthook:
+        sys.excepthook = ray._private.worker.normal_excepthook
 
 
 def keep_ray_off_the_console() -> None:

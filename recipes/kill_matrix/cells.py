@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.place}, {self.phase}, {self.deed}"
+        return f"{self.place}/{self.phase}/{self.deed}"
 
     @property
     def command(self) -> tuple[str, ...]:

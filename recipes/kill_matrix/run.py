@@ -40,7 +40,7 @@ class Result:
 
     @property
     def name(self) -> str:
-        return f"{self.place}, {self.phase}, {self.deed}"
+        return f"{self.place}/{self.phase}/{self.deed}"
 
 
 def run_cell(cell: Cell) -> Result:

@@ -67,7 +67,6 @@ def lose(hosts: RayOnHosts, host: Host, how: Callable[[], None], folder: Path) -
         time.sleep(0.2)
     how()
     run = hosts.finish(process, folder, timeout=120)
-    print(how, run.seconds, run.err, run.left_behind)
     assert run.code == 1 and run.left_behind == ()
     last = run.err.strip().splitlines()[-1]
     assert f"node {host.address}" in last and re.search(r"rank \d", last) and "phase" in last and "step" in last

@@ -234,7 +234,10 @@ def test_other_failures_name_row_and_function_too(runner: Callable[..., RewardRu
         grade(rewards)
 
 
-def test_a_process_killed_while_idle_is_replaced(runner: Callable[..., RewardRunner]) -> None:
+def test_a_process_killed_while_idle_is_replaced(
+    runner: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And it is said; no row is affected."""
     with runner("number", num_processes=1) as rewards:
         grade(rewards)
         victim = rewards._processes[0].pid
@@ -242,6 +245,7 @@ def test_a_process_killed_while_idle_is_replaced(runner: Callable[..., RewardRun
         time.sleep(0.1)
         assert grade(rewards).scores.tolist() == [0.0, 1.0, 2.0, 3.0]
         assert rewards._processes[0].pid != victim
+        assert f"reward process {victim} was killed by signal SIGKILL while idle" in caplog.text
 
 
 def test_the_users_function_gets_every_row_whatever_its_fields_say(runner: Callable[..., RewardRunner]) -> None:
