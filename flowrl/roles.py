@@ -128,6 +128,7 @@ class Roles:
             self._pool("rollout"), RolloutWorker, self._model, self._shape, config.rollout, name="rollout",
             num_tokenizer_ids=self._tokenizer.num_ids, stop_token_ids=self._tokenizer.stop_token_ids,
             max_prompt_tokens=config.data.max_prompt_tokens, seed=config.trainer.seed, weights_version=weights_version,
+            trust_remote_code=config.model.trust_remote_code,
             beside=train_sizes(config.actor.layout) if self._together else None,
         )  # fmt: skip
 

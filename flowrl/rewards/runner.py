@@ -181,7 +181,7 @@ class RewardRunner:
             self._processes.append(self._new_process())
 
     def _new_process(self) -> RewardProcess:
-        return self._starter.submit(RewardProcess, self._config.function, self._log).result()
+        return self._starter.submit(RewardProcess, self._config.function, self._config.memory_bytes, self._log).result()
 
     def _drop(self, processes: list[RewardProcess]) -> None:
         for process in processes:

@@ -29,7 +29,9 @@ from flowrl.single_controller.failures import ClusterError, WorkerError
 from flowrl.single_controller.health import JoinedRay, OwnRay, RayWatch
 from flowrl.single_controller.placement import NodeResources
 from flowrl.single_controller.ray_private import (
+    confined,
     ended_processes,
+    forget_token,
     free_resources,
     keep_ray_off_the_console,
     leave_lost_ray,
@@ -46,12 +48,14 @@ _MIN_OBJECT_STORE_BYTES = 80_000_000
 _MAX_OBJECT_STORE_BYTES = 2 << 30
 _MAX_TEMP_PATH = 40
 _MARK, _RUN_MARK = "FLOWRL_CLUSTER", "FLOWRL_RUN"
+_LOOPBACK = "127.0.0.1"
 
 
 class Cluster:
     """Context manager: starts a local Ray or joins one, and leaves nothing behind.
 
-    A joined Ray stays up; only the processes of this run end. ``banner`` says which it is, with versions.
+    A joined Ray stays up; only the processes of this run end. ``banner`` says which it is, with versions. A local one
+    listens on the loopback interface only, and answers only those who have its token: processes that it started.
     """
 
     def __init__(
@@ -116,13 +120,15 @@ class Cluster:
             # In the environment of Ray's processes only, so that the reaper knows exactly those.
             os.environ.update(self.mark)
             try:
-                _init_ray(
-                    address="local",
-                    num_cpus=num_cpus,
-                    object_store_memory=object_store_bytes,
-                    include_dashboard=False,
-                    _temp_dir=self._temp_dir,
-                )
+                with confined():
+                    _init_ray(
+                        address="local",
+                        num_cpus=num_cpus,
+                        object_store_memory=object_store_bytes,
+                        include_dashboard=False,
+                        _temp_dir=self._temp_dir,
+                        _node_ip_address=_LOOPBACK,
+                    )
             finally:
                 del os.environ[_MARK]
         except BaseException:
@@ -206,6 +212,8 @@ class Cluster:
             leave_lost_ray()
         elif self._owned or self._joined:
             ray.shutdown()
+        if self._owned:
+            forget_token()
         reap(self._marked, [self._temp_dir] if self._temp_dir is not None else [])
         if self._reaper is not None:
             self._reaper.kill()

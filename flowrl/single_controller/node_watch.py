@@ -71,6 +71,7 @@ class NodeWatch:
         node.silent_rounds = node.silent_rounds + 1 if failed and node.answered else 0
 
     def close(self) -> None:
+        """Ends attempts under way; watches nothing any more."""
         for node in self._nodes.values():
             if node.attempt is not None:
                 node.attempt.close()

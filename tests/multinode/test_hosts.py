@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.conftest import Finished
-from tests.multinode.hosts import Hosts, why_not
+from tests.end_to_end.test_failures import ENDLESS
+from tests.multinode.hosts import Host, Hosts, why_not
 from tests.multinode.ray_on_hosts import RayOnHosts
 
 pytestmark = [
@@ -55,3 +56,27 @@ def test_a_run_over_two_hosts_computes_what_it_computes_on_one(hosts: RayOnHosts
     assert numbers(one) == numbers(two)
     assert [row["step"] for row in two.metrics] == [0, 1, 2]
     assert hosts.processes_of_runs() == []
+
+
+def lose(hosts: RayOnHosts, host: Host, how: Callable[[], None], folder: Path) -> None:
+    """A run of three ranks whose `host` is lost in a step ends with one error that names it."""
+    process = hosts.start(*ENDLESS, "algorithm=grpo", "cluster.devices=3", "actor.layout.tp=1", f"run.dir={folder}")
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.2)
+    how()
+    run = hosts.finish(process, folder, timeout=120)
+    assert run.code == 1 and run.left_behind == ()
+    last = run.err.strip().splitlines()[-1]
+    assert f"node {host.address}" in last and re.search(r"rank \d", last) and "phase" in last and "step" in last
+
+
+def test_a_host_that_is_cut_off_ends_the_run_with_its_name(hosts: RayOnHosts, tmp_path: Path) -> None:
+    lost = hosts.others[1]
+    lose(hosts, lost, lost.cut_off, tmp_path / "run")
+
+
+def test_a_host_whose_processes_are_killed_ends_the_run_with_its_name(hosts: RayOnHosts, tmp_path: Path) -> None:
+    lost = hosts.others[0]
+    lose(hosts, lost, lost.kill, tmp_path / "run")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scenarios import OPTIM, Cell, actor, call, check_replicas, critic, figures, whole_weights
+from scenarios import OPTIM, Cell, actor, call, check_replicas, critic, figures, local_state, reference, whole_weights
 
 from flowrl.protocol import DataProto, Ragged
 from flowrl.workers.actor import ActorWorker
@@ -84,26 +84,31 @@ def write_trips(folder: Path, trips: Sequence[Trip], batch: DataProto, target: P
         role = make(trip.kind, folder, trip.written)
         learn(role, batch)
         learn(role, flat(batch) if trip.kind == "actor" else batch)
+        torch.manual_seed(number)
         role.save_state(str(target / str(number)))
+        drawn = torch.rand(3)
         steps = two_steps(role, batch)
         digests = role.finish_save()
         assert role.finish_save() == digests
-        results.append({"digests": gathered(digests), **steps})
+        results.append({"digests": gathered(digests), "drawn": drawn, **steps})
     return results
 
 
 def read_trips(
     folder: Path, trips: Sequence[Trip], batch: DataProto, source: Path, target: Path
 ) -> list[dict[str, Any]]:
-    """Per trip: a new role reads `source/N`, is written to `target/N` as it is, and takes two steps."""
+    """Per trip: a new role reads `source/N` (and another is made after it), is written to `target/N` as it is, and takes
+    two steps."""
     results = []
     for number, trip in enumerate(trips):
         role = make(trip.kind, folder, trip.read)
         said = role.load_state(str(source / str(number)))
+        reference(folder, Cell())
+        drawn = torch.rand(3)
         check_replicas(role._engine)
         role.save_state(str(target / str(number)))
         role.finish_save()
-        results.append({"said": said, **two_steps(role, batch)})
+        results.append({"said": said, "drawn": drawn, **two_steps(role, batch)})
     return results
 
 
@@ -126,6 +131,20 @@ def fresh_round_trip(folder: Path, cells: Sequence[Cell], batch: DataProto, targ
         second.load_state(str(target / str(number)))
         same.append(equal(two_steps(first, batch), two_steps(second, batch)))
     return same
+
+
+def take_over(asked: Sequence[tuple[Path, str, str, Path]]) -> list[str]:
+    """Why a role of (model folder, kind, type) cannot read a folder; it is then as it was."""
+    found = []
+    for folder, kind, dtype, stored in asked:
+        role = make(kind, folder, Cell(dtype=dtype))
+        before = local_state(role._engine)
+        try:
+            found.append(role.load_state(str(stored)))
+        except ValueError as error:
+            found.append(str(error))
+        assert all(torch.equal(*pair) for pair in zip(before, local_state(role._engine), strict=True))
+    return found
 
 
 def refusals(folder: Path, target: Path) -> dict[str, str]:
@@ -163,3 +182,17 @@ def hashes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
         for name, tensor in tensors
         if not name.startswith("rng.")
     }
+
+
+def write_roles(folder: Path, batch: DataProto, checkpoint: Path, exports: Path) -> list[Any]:
+    """An actor and a critic that have learned, saved as a run saves them at the same time, and exported by themselves;
+    the digests of this rank, relative to `checkpoint`."""
+    digests: list[Any] = []
+    roles = {"actor": make("actor", folder, Cell(tp=2)), "critic": make("critic", folder, Cell(pp=2))}
+    for name, role in roles.items():
+        learn(role, batch)
+        role.save_state(str(checkpoint / name))
+    for name, role in roles.items():
+        digests += [digest.under(name) for digest in role.finish_save()]
+        role.export(str(exports / name))
+    return digests

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import run
 from scenarios import Cell, layout_of
 from state_scenarios import Trip, equal, fresh_round_trip, hashes, read_trips, refusals, round_trips, write_trips
@@ -41,6 +42,7 @@ def check_steps(trip: Trip, expected: dict[str, Any], found: dict[str, Any], ran
     assert f"moments of {taken} steps, schedule at step 2" in found["said"]
     same = not ranks and layout_of(trip.written) == layout_of(trip.read)
     assert ("generators restored" in found["said"]) == same and ranks in found["said"], found["said"]
+    assert torch.equal(found["drawn"], expected["drawn"]) == same
     if not ranks and trip.written == trip.read:
         assert equal(found, expected), trip
         return
