@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TypeVar
 
 from flowrl.config.model_shape import ModelShape, read_model_shape
+from flowrl.config.paths import user_path
 from flowrl.config.schema import Config, EngineConfig
 from flowrl.config.units import all_devices, optimizer_steps, pool_name, pools
 from flowrl.data.tokenizer import Tokenizer
@@ -51,13 +53,25 @@ class Roles:
 
     def _start(self, name: str, devices: int) -> ResourcePool:
         cluster = self._config.cluster
-        pool = ResourcePool(
-            self._cluster, name=name, devices=devices, device=cluster.device,
-            env=process_environment(cluster.device, all_devices(self._config)), cpus_per_device=self._cpus_per_device(),
-            placement_timeout_seconds=cluster.placement_timeout_seconds,
-            collective_timeout_seconds=cluster.collective_timeout_seconds,
-        )  # fmt: skip
+        # A new name, which nobody sees who does not see this very folder.
+        with NamedTemporaryFile(dir=user_path(self._config.run.dir), prefix=".seen-by-all-") as made:
+            pool = ResourcePool(
+                self._cluster, name=name, devices=devices, device=cluster.device, shared=self._shared(made.name),
+                env=process_environment(cluster.device, all_devices(self._config)), cpus_per_device=self._cpus_per_device(),
+                placement_timeout_seconds=cluster.placement_timeout_seconds,
+                collective_timeout_seconds=cluster.collective_timeout_seconds,
+            )  # fmt: skip
         return self._stack.enter_context(pool)
+
+    def _shared(self, file_of_run: str) -> dict[str, str]:
+        """What all nodes must see: the run's folder, and the models in the place where the driver has them."""
+        config = self._config
+        shared = {"run.dir": file_of_run, "model.path": self._model}
+        if config.algorithm.needs_critic:
+            shared["critic.path"] = self._model_of(config.critic.path)[0]
+        if config.kl.needs_reference:
+            shared["reference.path"] = self._model_of(config.reference.path)[0]
+        return shared
 
     def _cpus_per_device(self) -> float | None:
         """At most one CPU for a device, so that other runs fit beside this one on a larger cluster; less where there
@@ -125,4 +139,4 @@ class Roles:
     def _model_of(self, path: str) -> tuple[str, ModelShape]:
         if path == self._config.model.path:
             return self._model, self._shape
-        return path, read_model_shape(path)
+        return str(user_path(path)), read_model_shape(path)

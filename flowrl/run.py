@@ -21,7 +21,7 @@ from flowrl.checkpoints.start import StartPoint, check_data, trained_roles, vers
 from flowrl.checkpoints.state import RunState
 from flowrl.config.compose import to_tree, to_yaml
 from flowrl.config.model_shape import ModelShape, read_model_shape
-from flowrl.config.paths import user_path
+from flowrl.config.paths import run_lock, user_path
 from flowrl.config.schema import ActorConfig, AdaptiveKL, Config, CriticConfig
 from flowrl.config.units import all_devices, critic_warmup_steps
 from flowrl.console import StepConsole
@@ -33,6 +33,7 @@ from flowrl.protocol import DataProto
 from flowrl.report import SKIPPED, StepReport
 from flowrl.rewards.runner import RewardResult, RewardRunner
 from flowrl.roles import Roles
+from flowrl.signals import StopRequest
 from flowrl.single_controller import Cluster
 from flowrl.timing import PhaseClock
 from flowrl.tracking import Tracker
@@ -47,13 +48,14 @@ class Run:
     """One training run; a context manager that leaves no process, port or shared-memory segment behind.
 
     `start` says what the run goes on from. `step` is 1-based while training; before, it is the last step that the
-    checkpoint has, or 0. `opened` says that set-up is over.
+    checkpoint has, or 0. `opened` says that set-up is over, `stop` what signals ask for.
     """
 
     def __init__(self, config: Config, start: StartPoint) -> None:
         self.config = config
         self.step = start.step
         self.opened = False
+        self.stop = StopRequest()
         self.folder = user_path(config.run.dir)
         self.console = StepConsole(config.trainer.total_steps)
         self._start = start
@@ -94,7 +96,8 @@ class Run:
         self.cluster = stack.enter_context(
             Cluster(
                 address=config.cluster.address, object_store_bytes=config.cluster.object_store_bytes,
-                log_dir=logs, run_name=config.run.name,
+                log_dir=logs, run_name=config.run.name, call_timeout_seconds=config.cluster.call_timeout_seconds,
+                lock=run_lock(self.folder),
             )
         )  # fmt: skip
         self.console.message(self.cluster.banner)
@@ -179,17 +182,22 @@ class Run:
     def steps(self) -> Iterator[DataProto]:
         """The prompts of each step, each repeated `rollout.samples_per_prompt` times with a seed per sample.
 
-        When the body of the driver's loop is done with a step, the step is reported.
+        When the body of the driver's loop is done with a step, the step is reported. After a signal that asks the run to
+        stop, the step under way is the last one, and is saved.
         """
-        config = self.config
+        config, trainer = self.config, self.config.trainer
         self.console.started(self.step)
-        for step in range(self.step + 1, config.trainer.total_steps + 1):
-            self.step = step
-            self.clock.start()
-            with self.cluster.phase("", self.step):
-                prompts = self._train.step(self.step)
-                yield expand(prompts, config.rollout.samples_per_prompt, config.trainer.seed, self.step)
-                self._finish_step()
+        with self.stop.grace(trainer.grace_seconds if trainer.save_every else 0.0):
+            for step in range(self.step + 1, trainer.total_steps + 1):
+                self.step = step
+                self.clock.start()
+                with self.cluster.phase("", self.step):
+                    prompts = self._train.step(self.step)
+                    yield expand(prompts, config.rollout.samples_per_prompt, trainer.seed, self.step)
+                    self._finish_step()
+                if self.stop.requested and step < trainer.total_steps:
+                    self.save_now()
+                    self.stop.stop()
         with self.cluster.phase("save", self.step):
             self._checkpoints.complete()
 

@@ -82,6 +82,12 @@ class ClusterConfig:
     collective_timeout_seconds: float = knob(
         600.0, "a collective that waits longer than this is a failure, seconds", minimum=5
     )
+    call_timeout_seconds: float | None = free(
+        3600.0,
+        "a method of a role that runs longer than this is a failure, seconds: whatever hangs ends the run, naming ranks and "
+        "stacks; null: no limit",
+        minimum=5,
+    )
 
 
 @dataclass(frozen=True)
@@ -328,6 +334,12 @@ class TrainerConfig:
     )
     keep_checkpoints: int = free(2, "complete checkpoints that are kept, the newest ones; 0 keeps all", minimum=0)
     export_every: int = free(0, "export a Hugging Face folder every n steps and after the last; 0 is never", minimum=0)
+    grace_seconds: float = free(
+        25.0,
+        "after SIGTERM or SIGINT, how long the step under way and its checkpoint may take before they are abandoned, seconds; at "
+        "once where there are no checkpoints, and at a second signal",
+        minimum=0,
+    )
     resume: str = free(
         "auto",
         "`auto`: go on from the newest complete checkpoint in `run.dir`, if there is one; `never`: an earlier run there is set aside; "

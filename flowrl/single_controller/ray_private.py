@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 import ray._private.state
 import ray._private.worker
 
@@ -16,6 +18,23 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
     """By node id, what nobody holds now. The public API knows only the sum over all nodes."""
     free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
     return free
+
+
+def ended_processes() -> Mapping[str, int]:
+    """Exit codes of the processes of a Ray that this process started and that are gone, by kind (`raylet`, ...)."""
+    node = ray._private.worker._global_node
+    return {} if node is None else {kind: process.returncode for kind, process in node.dead_processes()}
+
+
+def raylet_address(node_id: str) -> tuple[str, int]:
+    """Host and port of the raylet of a node."""
+    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+    return node["NodeManagerAddress"], int(node["NodeManagerPort"])
+
+
+def leave_lost_ray() -> None:
+    """Without a word to a Ray that is gone: its client would wait a minute for an answer and then end this process."""
+    atexit.unregister(ray._private.worker.shutdown)
 
 
 def keep_ray_off_the_console() -> None:

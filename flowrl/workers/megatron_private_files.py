@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async  # type
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 
 from flowrl.resharding.families import Box
-from flowrl.workers.stored_files import StoredReader
+from flowrl.workers.stored_files import StoredReader, plain_errors
 
 # The function below its decorator, which would keep the garbage collector of the whole process off while a thread writes.
 _write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data.__wrapped__
@@ -69,8 +69,9 @@ def plan_write(shards: list[Shard], common: dict[str, Any], folder: str) -> Writ
     request = mdc.save(state, folder, strategy, validate_access_integrity=False, async_sharded_save=True)
 
     def conclude() -> None:
-        for step in request.finalize_fns:
-            step()
+        with plain_errors(f"{folder} cannot be completed"):
+            for step in request.finalize_fns:
+                step()
 
     if request.async_fn is None:
         return Writing((), lambda: None, conclude)
@@ -99,11 +100,12 @@ def _written(transforms: list[Any], number: int, bucket: Any) -> Any:
 def read(shards: list[Shard], folder: str) -> None:
     """Fill the shards, wherever they lie, from the tensors of a checkpoint. Collective.
 
-    The keys, shapes and types are known to be there.
+    The keys, shapes and types are known to be there. Error: `ValueError` where a file is damaged.
     """
     torch_strategies._get_filesystem_reader = _reader
     strategy = torch_strategies.TorchDistLoadShardedStrategy()
-    mdc.load({"shards": _state_dict(shards)}, folder, strategy, validate_access_integrity=False)
+    with plain_errors(f"{folder} cannot be read"):
+        mdc.load({"shards": _state_dict(shards)}, folder, strategy, validate_access_integrity=False)
 
 
 def _reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> StoredReader:

@@ -63,8 +63,7 @@ class Save:
         except OSError as error:
             self._problem = error
         except RuntimeError as error:
-            # torch says so where a write inside its archive fails.
-            self._problem = OSError(errno.EIO, str(error))
+            self._problem = _os_error(error)
 
     def finish(self) -> tuple[FileDigest, ...]:
         """Wait until the folder is complete and on the disk. Collective; a second call answers the same.
@@ -77,6 +76,8 @@ class Save:
             self._agree()
             with cuda_on_cpu.active():
                 self._writing.conclude()
+            # With it go the copies of the state.
+            del self._writing
             if dist.get_rank() == 0:
                 for name in COMMON_FILES:
                     self._files.sync(self._folder / name)
@@ -107,6 +108,16 @@ class Save:
                 f"{sum(needed)} bytes, {_free(self._folder)} are free",
                 str(self._folder),
             )
+
+
+def _os_error(error: BaseException) -> OSError:
+    """What the disk said: torch's archives raise an error of their own while they handle it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        cause = cause.__context__
+    return OSError(errno.EIO, str(error))
 
 
 def _free(folder: Path) -> int:

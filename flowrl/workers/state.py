@@ -195,12 +195,12 @@ class RoleState:
 
     def _summary(self, common: Mapping[str, Any], generators: bool) -> str:
         exact = "" if self._dtype is torch.float32 else ", exact weights"
-        here, ranks = str(self._sizes), dist.get_world_size()
-        written = f"{common['layout']} on {common['world_size']} ranks"
-        random = "restored" if generators else f"not restored, as they were of {written} and here is {here} on {ranks}"
+        then = f"{common['layout']} on {common['world_size']} rank(s)"
+        here = f"{self._sizes} on {dist.get_world_size()}"
+        random = "restored" if generators else f"not restored, as they were of {then} and this role is {here}"
         return (
-            f"weights{exact}, moments of {common['num_taken']} steps, schedule at step {common['num_steps']}, written by "
-            f"{written}; random-number generators {random}"
+            f"weights{exact}, moments of {common['num_taken']} steps, schedule at step {common['num_steps']}; "
+            f"random-number generators {random}"
         )
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -60,6 +62,19 @@ def unpickle(file: IO[bytes], where: str) -> Any:
         raise ValueError(f"{where} is not what flowrl writes: {error}") from None
 
 
+@contextmanager
+def plain_errors(what: str) -> Iterator[None]:
+    """torch wraps what went wrong on any rank into a `BaseException`, which passes every handler of errors by.
+
+    Error: `ValueError` with the first rank's in its place.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise ValueError(f"{what}: {cause} (rank {rank})") from cause
+
+
 class StoredReader(FileSystemReader):
     """torch's reader of `*.distcp`, which opens those with `weights_only`, with a guarded look at `.metadata`."""
 
@@ -93,6 +108,14 @@ class StoredReader(FileSystemReader):
             if isinstance(entry, TensorStorageMetadata)
         }
 
+    def whole(self, key: str) -> torch.Tensor:
+        """A tensor, put together from the boxes that the ranks wrote. Error: `ValueError` where one cannot be read."""
+        shape, dtype = self.tensors()[key]
+        tensor = torch.empty(shape, dtype=dtype)
+        with plain_errors(f"{self._folder} cannot be read"):
+            load({key: tensor}, storage_reader=self, no_dist=True)
+        return tensor
+
 
 def read_common(folder: str | Path) -> dict[str, Any]:
     """The plain values of a role. Error: `ValueError` where they cannot be read without running code."""
@@ -116,8 +139,6 @@ def logical_tensors(folder: str | Path, prefix: str = "") -> Iterator[tuple[str,
     Errors: `ValueError` as in `StoredReader`.
     """
     reader = StoredReader(folder)
-    for key, (shape, dtype) in sorted(reader.tensors().items()):
+    for key in sorted(reader.tensors()):
         if key.startswith(prefix):
-            whole = torch.empty(shape, dtype=dtype)
-            load({key: whole}, storage_reader=reader, no_dist=True)
-            yield key, whole
+            yield key, reader.whole(key)

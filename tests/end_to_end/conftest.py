@@ -70,7 +70,7 @@ class Command:
             capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=self.environment(mark),
         )  # fmt: skip
         seconds = time.monotonic() - started
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while processes_marked(mark) and time.monotonic() < deadline:
             time.sleep(0.2)
         return Finished(done.returncode, done.stdout, done.stderr, folder, seconds, tuple(processes_marked(mark)))
