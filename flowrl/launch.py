@@ -188,10 +188,10 @@ def _failed(run: Run, error: Exception) -> None:
     from flowrl.checkpoints.store import SaveError
     from flowrl.report import TrainingFailed
     from flowrl.rewards.runner import RewardError
-    from flowrl.single_controller import WorkerError
+    from flowrl.single_controller import ClusterError, WorkerError
 
     log = run.folder / "logs" / "driver.log"
-    known = isinstance(error, TrainingFailed | RewardError | SaveError | WorkerError)
+    known = isinstance(error, TrainingFailed | RewardError | SaveError | WorkerError | ClusterError)
     logging.getLogger("flowrl").error("the run failed at step %d", run.step, exc_info=error)
     cause = str(error) if known else f"{type(error).__name__}: {error}; traceback in {log}"
     _say(f"failed at step {run.step}: {cause}")
