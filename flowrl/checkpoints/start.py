@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -61,6 +61,12 @@ def find_start(config: Config) -> StartPoint:
     _check(config, checkpoint)
     in_place = checkpoint.folder.resolve().parent == own.resolve()
     return StartPoint(checkpoint, in_place, (*skipped, *_other_versions(checkpoint)))
+
+
+def restart_point(config: Config, first: StartPoint) -> StartPoint:
+    """Where a run that began at `first` goes on after a failure: its newest complete checkpoint, else where it began."""
+    newest = find_start(replace(config, trainer=replace(config.trainer, resume="auto")))
+    return newest if newest.checkpoint else first
 
 
 def _named(folder: Path) -> Checkpoint:

@@ -279,6 +279,8 @@ class Calls:
         memory = self._sizes.figures(pool.process(rank).pid)
         # The kernel counts a kill a moment after the process is gone.
         cause = death_cause(str(error), tail, oom_kills() - self._oom_kills, memory)
+        if self.nodes.gone(pool.process(rank).node):
+            cause = f"Ray on node {pool.process(rank).node} is gone, and with it its processes (the node, or all of it killed): {cause}"
         self._fail(pool, rank, call, cause, "")
 
     def _collective_timed_out(self, rank: int, call: Call, text: str) -> None:

@@ -76,6 +76,8 @@ class Save:
             self._agree()
             with cuda_on_cpu.active():
                 self._writing.conclude()
+            # With it go the copies of the state.
+            del self._writing
             if dist.get_rank() == 0:
                 for name in COMMON_FILES:
                     self._files.sync(self._folder / name)

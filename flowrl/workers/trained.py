@@ -51,6 +51,7 @@ class TrainedWorker(EngineWorker):
         """
         if self._save is not None:
             self._save.wait()
+            self._save = None
         self._save = Save(self._engine.state(), folder)
 
     @register(dispatch=Broadcast("all"))
@@ -67,7 +68,7 @@ class TrainedWorker(EngineWorker):
         """Take over what `save_state` wrote, in whatever layout. A line says what was restored.
 
         Errors: `ValueError` naming what is missing, unexpected or of another shape or type, or what is no file of
-        flowrl's; the role is then as it was.
+        flowrl's; the role is then as it was. Where a file turns out to be damaged while it is read, it is not.
         """
         return self._engine.state().load(folder)
 

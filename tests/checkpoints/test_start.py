@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.checkpoints.manifest import digest_file
-from flowrl.checkpoints.start import check_data, find_start, trained_roles, versions
+from flowrl.checkpoints.start import check_data, find_start, restart_point, trained_roles, versions
 from flowrl.checkpoints.state import RoleState, RunState
 from flowrl.checkpoints.store import CheckpointStore
 from flowrl.config.compose import compose, to_yaml
@@ -119,3 +119,13 @@ def test_roles_say_their_layout_in_words(tmp_path: Path) -> None:
     assert roles == {name: RoleState("tp 2, pp 2", 4) for name in ("actor", "critic")}
     assert str(roles["actor"]) == "tp 2, pp 2 on 4 rank(s)"
     assert set(trained_roles(config(tmp_path, "algorithm=grpo"))) == {"actor"}
+
+
+def test_after_a_failure_the_newest_checkpoint_counts_whatever_the_run_began_with(tmp_path: Path) -> None:
+    other = save(tmp_path / "other", 4, config(tmp_path / "other"))
+    for resume in ("never", str(other)):
+        began = config(tmp_path / "run", f"trainer.resume={resume}")
+        first = find_start(began)
+        assert restart_point(began, first) is first
+    save(tmp_path / "run", 8, began)
+    assert restart_point(began, first).step == 8 and restart_point(began, first).in_place

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from test_rollout import log_probs_of
 from test_update import with_old_log_probs
 
 from flowrl import export
+from flowrl.checkpoints.manifest import digest_file
 from flowrl.checkpoints.state import RoleState, RunState
 from flowrl.checkpoints.store import CheckpointStore
 from flowrl.protocol import DataProto
@@ -88,3 +92,26 @@ def test_what_keeps_a_checkpoint_from_being_exported_is_told_before_any_work(
     with (damaged / "actor" / "__0_0.distcp").open("r+b") as opened:
         opened.truncate(1000)
     assert "actor/__0_0.distcp is truncated: 1000 of" in error(damaged, tmp_path / "out")
+
+
+def test_the_page_about_checkpoints_is_true_of_exports_and_tensors(
+    trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands and its script, with a checkpoint put in the place where its runs would have written one."""
+    page = (Path(__file__).parent.parent.parent / "docs" / "checkpoints.md").read_text()
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    shutil.copytree(trained[0].parent, tmp_path / "runs" / "mine" / "checkpoints")
+    (tmp_path / "runs/mine/checkpoints/step_1").rename(tmp_path / "runs/mine/checkpoints/step_8")
+    state = tmp_path / "runs/mine/checkpoints/step_8/state.json"
+    manifest = tmp_path / "runs/mine/checkpoints/step_8/manifest.json"
+    old = digest_file(state.parent, state.name)
+    state.write_text(state.read_text().replace('"step": 1', '"step": 8'))
+    new = digest_file(state.parent, state.name)
+    manifest.write_text(manifest.read_text().replace(old.sha256, new.sha256))
+    monkeypatch.chdir(tmp_path)
+    for command in re.findall(r"^    python -m flowrl\.export (.*)$", page, flags=re.MULTILINE):
+        assert export.main(command.split()) == 0, capsys.readouterr().err
+    assert (tmp_path / "exported-critic" / "value_head.safetensors").exists()
+    script = page[page.index("    from flowrl.workers.stored_files") :]
+    exec(textwrap.dedent(script), {})
+    assert "exp_avg.model.norm.weight (64,) 0." in capsys.readouterr().out
