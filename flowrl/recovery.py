@@ -1,0 +1,117 @@
+"""What happens after a worker died: the run is begun again from its newest checkpoint, on what still stands."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from flowrl.checkpoints.start import StartPoint, find_restart
+from flowrl.config.schema import Config
+from flowrl.run import Run
+from flowrl.session import Session
+from flowrl.single_controller import WorkerError
+
+logger = logging.getLogger("flowrl")
+SAME_FAILURES = 3
+"""A failure that comes so many times in a row in the same way, at the same step, is no accident."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What makes two failures the same one: numbers in the cause, such as process ids and bytes, do not count."""
+
+    step: int
+    role: str
+    rank: int
+    method: str
+    cause: str
+
+    @staticmethod
+    def of(error: WorkerError, step: int) -> Failure:
+        return Failure(step, error.role, error.rank, error.method, re.sub(r"\d+", "#", error.cause))
+
+
+class Restarts:
+    """How often a run may be begun again, and whether it makes sense."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._failures: list[Failure] = []
+
+    @property
+    def number(self) -> int:
+        """Of the restart that follows the last failure, from 1."""
+        return len(self._failures)
+
+    def refusal(self, failure: Failure) -> str | None:
+        """Notes a failure; why the run ends with it, or None where it is begun again."""
+        self._failures.append(failure)
+        if self.number > self._most:
+            return f"trainer.max_restarts={self._most} are used up"
+        last = self._failures[-SAME_FAILURES:]
+        if len(last) == SAME_FAILURES and len(set(last)) == 1:
+            return f"it failed {SAME_FAILURES} times in the same way at step {failure.step}, so a restart does not help"
+        return None
+
+
+class Attempts:
+    """A run, begun again by the same driver as often as `trainer.max_restarts` allows when a worker dies or raises.
+
+    A context manager around all attempts; `run` is the one of now. An error of the driver, of the reward function or of
+    Ray itself, and a signal, end the run as ever.
+    """
+
+    def __init__(self, config: Config, start: StartPoint) -> None:
+        self._config, self._first = config, start
+        self._restarts = Restarts(config.trainer.max_restarts)
+        self._session = Session()
+        self.stop = self._session.stop
+        self.run = Run(config, start, self._session)
+
+    @property
+    def restarted(self) -> bool:
+        """Whether this is not the first attempt."""
+        return self._restarts.number > 0
+
+    def carry_out(self, train: Callable[[Run], None]) -> None:
+        """Runs the driver to the end of the run. Errors: those of the last attempt."""
+        while True:
+            try:
+                with self.run:
+                    train(self.run)
+                    self.run.finish()
+                return
+            except WorkerError as error:
+                # A signal that was to let this step end: now it cannot.
+                self.stop.stop()
+                reason = self._restarts.refusal(Failure.of(error, self.run.step))
+                if reason is not None:
+                    if self.restarted and self._config.trainer.max_restarts:
+                        logger.warning("not begun again: %s", reason)
+                    raise
+                logger.error("a worker died at step %d", self.run.step, exc_info=error)
+                died = f"worker died ({error.role} rank {error.rank}, step {self.run.step}: {error.cause})"
+            self._begin_again(died)
+
+    def _begin_again(self, died: str) -> None:
+        # What hangs on the driver of before, its phases of the cluster for one, ends now and not during the next.
+        gc.collect()
+        start = find_restart(self._config, self._first)
+        where = f"from {start.checkpoint.folder.name}" if start.checkpoint else "from the beginning"
+        kept = self._session.recover()
+        self.run = Run(self._config, start, self._session)
+        most = self._config.trainer.max_restarts
+        standing = f"; processes of pool {', '.join(kept)} go on" if kept else ""
+        self.run.console.warn(f"{died}: restart {self._restarts.number} of {most} {where}{standing}")
+
+    def __enter__(self) -> Attempts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.__exit__(kind, error, trace)
