@@ -53,6 +53,9 @@ class Session:
                 time.sleep(1)
         return list(self._pools)
 
+    def __enter__(self) -> Session:
+        return self
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
