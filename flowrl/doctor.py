@@ -117,7 +117,7 @@ class Doctor:
         where = [f"cluster.device={ours.device}", f"cluster.devices={all_devices(self.config)}"]
         where += [] if ours.address is None else [f"cluster.address={ours.address}"]
         # Where the nodes have no home in common, the built-in model has to lie in the run's folder.
-        cache = self.config.model.cache_dir if num_nodes == 1 else scratch / "model"
+        cache = user_path(self.config.model.cache_dir) if num_nodes == 1 else scratch / "model"
         command = [
             sys.executable,
             "-m",
