@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import logging
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +17,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from flowrl.checkpoints.start import FOLDER, StartPoint, find_start
+from flowrl.checkpoints.store import CheckpointStore
 from flowrl.config.cli import run_main
 from flowrl.config.compose import Recipe
-from flowrl.config.paths import user_path
+from flowrl.config.paths import run_lock, user_path
 from flowrl.config.schema import Config
 from flowrl.config.tree import ConfigError
 from flowrl.signals import Stopped, stop_signals
@@ -37,7 +41,7 @@ def launch(train: Callable[[Run], None], recipe: Recipe | None = None, argv: Seq
     with _quick_end():
         try:
             with stop_signals():
-                run_main(partial(_train, train), argv, recipe=recipe)
+                run_main(partial(_train, train), argv, recipe=recipe, outlook=_outlook)
         except Stopped as stopped:
             _say(f"{stopped} before the run began")
             sys.exit(stopped.exit_code)
@@ -68,22 +72,37 @@ def _quick_end() -> Iterator[None]:
         raise
 
 
+def _outlook(config: Config) -> str:
+    """What `dry_run` says of checkpoints. Error: `ConfigError` where the run would be refused for them."""
+    return _outlook_of(find_start(config), config)
+
+
+def _outlook_of(start: StartPoint, config: Config) -> str:
+    return "\n".join([*(f"warning: {warning}" for warning in start.warnings), start.words(config.trainer.total_steps)])
+
+
 def _train(train: Callable[[Run], None], config: Config) -> int:
     folder = user_path(config.run.dir)
     with ExitStack() as stack:
         stack.enter_context(_gone_if_refused(folder))
         try:
             stack.enter_context(_alone(folder))
-            earlier = _set_aside(folder)
+            start = find_start(config)
+            if start.step == config.trainer.total_steps:
+                sys.stdout.write(_outlook_of(start, config) + "\n")
+                return 0
+            earlier = None if start.in_place else _set_aside(folder)
             stack.enter_context(driver_log(folder / "logs"))
         except OSError as error:
             raise ConfigError(
                 f"run.dir={folder} cannot be used: {error.strerror}; give a folder that can be written"
             ) from None
         # Late, so that a configuration error does not pay for these imports, and their warnings go to the log.
+        gc.disable()  # It would cost a quarter of the time and find nothing.
         from flowrl.run import Run
 
-        run = Run(config)
+        gc.enable()
+        run = Run(config, start)
         if earlier is not None:
             run.console.message(f"run.dir={folder} held an earlier run, which lies in {earlier} now")
         return _guarded(train, run)
@@ -91,11 +110,11 @@ def _train(train: Callable[[Run], None], config: Config) -> int:
 
 def _guarded(train: Callable[[Run], None], run: Run) -> int:
     try:
-        with stop_signals(), run:
+        with stop_signals(run.stop), run:
             train(run)
             run.finish()
     except Stopped as stopped:
-        _say(f"{stopped}; stopped at step {run.step} of {run.config.trainer.total_steps}; run: {run.folder}")
+        _say(_how_to_go_on(run, stopped))
         return stopped.exit_code
     except ConfigError:
         raise
@@ -105,6 +124,19 @@ def _guarded(train: Callable[[Run], None], run: Run) -> int:
         _failed(run, error)
         return EXIT_FAILURE
     return 0
+
+
+def _how_to_go_on(run: Run, stopped: Stopped) -> str:
+    """Where the run stopped, and the command that goes on from its newest checkpoint."""
+    trainer = run.config.trainer
+    where = f"{stopped}; stopped at step {run.step} of {trainer.total_steps}"
+    if stopped.late:
+        where += f", which did not end within trainer.grace_seconds={trainer.grace_seconds:g}"
+    steps = CheckpointStore(run.folder / FOLDER, trainer.keep_checkpoints).steps()
+    if not steps:
+        return f"{where}; there is no checkpoint to go on from (trainer.save_every={trainer.save_every}); run: {run.folder}"
+    given = [word for word in sys.orig_argv if not word.startswith(("trainer.resume=", "run.dir="))]
+    return f"{where}; resumable from step {steps[-1]}: {shlex.join([*given, f'run.dir={run.folder}'])}"
 
 
 @contextmanager
@@ -126,21 +158,26 @@ def _gone_if_refused(folder: Path) -> Iterator[None]:
 def _alone(folder: Path) -> Iterator[None]:
     """Keeps other runs out of the folder. The lock lies beside it, so that it stays when the folder is moved."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    path = folder.with_name(f".{folder.name}.lock")
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"run.dir={folder} belongs to a run that is still going; give this one another run.dir"
-            ) from None
+    path = run_lock(folder)
+    with ExitStack() as stack:
+        while True:
+            file = stack.enter_context(path.open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"run.dir={folder} belongs to a run that is still going; give this one another run.dir"
+                ) from None
+            # Its holder may have removed it between the two; then this lock keeps nobody out.
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                break
         yield
         path.unlink(missing_ok=True)
 
 
 def _set_aside(folder: Path) -> Path | None:
     """Moves an earlier run out of the way, to the first free `folder.N`; None where there is none."""
-    if not (folder / "metrics.jsonl").exists():
+    if not any((folder / name).exists() for name in ("metrics.jsonl", FOLDER)):
         return None
     number = next(n for n in count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
     return folder.rename(folder.with_name(f"{folder.name}.{number}"))
@@ -148,12 +185,13 @@ def _set_aside(folder: Path) -> Path | None:
 
 def _failed(run: Run, error: Exception) -> None:
     """One message that ends with the cause; the driver's own traceback goes to its log."""
+    from flowrl.checkpoints.store import SaveError
     from flowrl.report import TrainingFailed
     from flowrl.rewards.runner import RewardError
-    from flowrl.single_controller import WorkerError
+    from flowrl.single_controller import ClusterError, WorkerError
 
     log = run.folder / "logs" / "driver.log"
-    known = isinstance(error, TrainingFailed | RewardError | WorkerError)
+    known = isinstance(error, TrainingFailed | RewardError | SaveError | WorkerError | ClusterError)
     logging.getLogger("flowrl").error("the run failed at step %d", run.step, exc_info=error)
     cause = str(error) if known else f"{type(error).__name__}: {error}; traceback in {log}"
     _say(f"failed at step {run.step}: {cause}")

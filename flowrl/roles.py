@@ -120,12 +120,15 @@ class Roles:
             seed=config.trainer.seed,
         )  # fmt: skip
 
-    def rollout(self) -> RolloutWorker:
+    def rollout(self, weights_version: int) -> RolloutWorker:
+        """`weights_version`: steps that the weights have been trained for, so that the version after a step is the same
+        in a run that was resumed."""
         config = self._config
         return WorkerGroup.spawn(
             self._pool("rollout"), RolloutWorker, self._model, self._shape, config.rollout, name="rollout",
             num_tokenizer_ids=self._tokenizer.num_ids, stop_token_ids=self._tokenizer.stop_token_ids,
-            max_prompt_tokens=config.data.max_prompt_tokens, seed=config.trainer.seed,
+            max_prompt_tokens=config.data.max_prompt_tokens, seed=config.trainer.seed, weights_version=weights_version,
+            trust_remote_code=config.model.trust_remote_code,
             beside=train_sizes(config.actor.layout) if self._together else None,
         )  # fmt: skip
 

@@ -85,13 +85,13 @@ class StopRequest:
 
 
 @contextmanager
-def stop_signals() -> Iterator[StopRequest]:
-    """SIGINT and SIGTERM end the block with ``Stopped``, as the `StopRequest` says.
+def stop_signals(request: StopRequest | None = None) -> Iterator[StopRequest]:
+    """SIGINT and SIGTERM end the block with ``Stopped``, as the `StopRequest` (a new one, if none is given) says.
 
     Inside the block it is a KeyboardInterrupt, the only exception that Ray's waiting functions let a signal raise.
     Must be entered on the main thread. The handlers of before come back at the end.
     """
-    request = StopRequest()
+    request = request or StopRequest()
     before = {each: signal.signal(each, request.received) for each in (*STOP_SIGNALS, signal.SIGALRM)}
     try:
         yield request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -114,6 +115,18 @@ def test_tables_of_the_benchmark_page_are_those_of_its_data() -> None:
     assert page.render(text, BENCHMARK.parent / "data") == text
     named = set(re.findall(r"<!-- (predicted-\S+) -->", text))
     assert named == {file.name for file in (BENCHMARK.parent / "data").glob("predicted-*.json")}
+
+
+def test_the_figures_over_all_1b_pairs_are_those_of_their_data() -> None:
+    times: list[float] = []
+    for file in (BENCHMARK.parent / "data").glob("measured-*1b-*.json"):
+        rows = json.loads(file.read_text())["rows"]
+        own = {row["rollout"]: row["seconds_median"] for row in rows if row["engine"] == "flowrl"}
+        times += [r["seconds_median"] / own[r["rollout"]] for r in rows if r["engine"] == "per_tensor_gather"]
+    assert len(times) == 6
+    mean = math.prod(times) ** (1 / 6)
+    said = re.search(r"takes ([\d.]+) times as long.*mean; ([\d.]+) times", BENCHMARK.read_text())
+    assert said is not None and said.groups() == (f"{mean:.1f}", f"{min(times):.1f}")
 
 
 def test_a_table_without_data_is_an_error(tmp_path: Path) -> None:

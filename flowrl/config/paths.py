@@ -12,3 +12,8 @@ def user_path(text: str | Path) -> Path:
     With the name of an unknown user a `~` stays as it is, and is simply not there.
     """
     return Path(os.path.expanduser(text)).absolute()
+
+
+def run_lock(folder: Path) -> Path:
+    """The lock of a run's folder. It lies beside it, so that it stays when the folder is moved."""
+    return folder.with_name(f".{folder.name}.lock")

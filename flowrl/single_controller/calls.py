@@ -22,11 +22,12 @@ from ray.exceptions import (
 
 from flowrl.single_controller.device_memory import DeviceMemory
 from flowrl.single_controller.failures import ClusterError, WorkerError, death_cause, log_tail
+from flowrl.single_controller.health import RayWatch
 from flowrl.single_controller.host_memory import ResidentSizes, oom_kills
 from flowrl.single_controller.node_watch import ROUND_SECONDS, SILENT_ROUNDS, NodeWatch
 from flowrl.single_controller.patience import Patience
 from flowrl.single_controller.process import Answer
-from flowrl.single_controller.stacks import Stack, standing, suspects
+from flowrl.single_controller.stacks import standing, suspects
 
 if TYPE_CHECKING:
     from flowrl.single_controller.pool import ResourcePool
@@ -86,11 +87,10 @@ class Call:
 class Calls:
     """All outstanding calls of a cluster's pools. A failure anywhere ends the wait for anything."""
 
-    def __init__(self, timeout_seconds: float | None, problem: Callable[[], str | None], node: str) -> None:
-        """timeout_seconds: of one call; None is no limit. problem: says what of Ray itself is gone. node: the driver's
-        address."""
+    def __init__(self, timeout_seconds: float | None, ray_watch: RayWatch, node: str) -> None:
+        """timeout_seconds: of one call; None is no limit. node: the driver's address."""
         self._timeout_seconds = timeout_seconds
-        self._problem = problem
+        self._ray_watch = ray_watch
         self._node = node
         self._patience = Patience(timeout_seconds)
         self._sizes = ResidentSizes()
@@ -154,9 +154,10 @@ class Calls:
         spans, self._spans = self._spans, []
         return spans
 
-    def check_ray(self) -> None:
-        """Errors: ClusterError when Ray itself is gone; nothing more is asked of it then."""
-        problem = self._problem()
+    def check_ray(self, look: bool = False) -> None:
+        """look: now, not as of the last second. Errors: ClusterError when Ray itself is gone; nothing more is asked of it
+        then."""
+        problem = self._ray_watch.problem(look)
         if problem is None:
             return
         running = self._outstanding[0] if self._outstanding else None
@@ -167,20 +168,21 @@ class Calls:
         self._outstanding, self._pools = [], []
         raise error
 
+    def _running(self) -> list[Call]:
+        """A pool runs one call after the other: the first of each is the one that it is at."""
+        return list({call.pool: call for call in reversed(self._outstanding)}.values())
+
     def _look(self) -> None:
-        """Every second, beside the answers: Ray itself, the sizes of processes, calls that last too long."""
+        """Every second, beside the answers: nodes, the sizes of processes, calls that last too long."""
         now = time.monotonic()
         if now - self._looked < _POLL_SECONDS:
             return
         self._looked = now
-        self.check_ray()
         self._check_nodes()
         for process in (pool.process(rank) for pool in self._pools for rank in range(pool.devices)):
             if process.node == self._node:
                 self._sizes.look(process.pid)
-        # A pool runs one call after the other: the first of each is the one that it is at.
-        running = {call.pool: call for call in reversed(self._outstanding)}.values()
-        self._patience.look(running, now)
+        self._patience.look(self._running(), now)
         for call, seconds in self._patience.slow(now):
             logger.warning(
                 "%s has run %s for %.0f s%s; ranks %s of %d have not answered",
@@ -194,6 +196,7 @@ class Calls:
             )
 
     def _step(self, timeout: float) -> None:
+        self.check_ray()
         self._look()
         owners: dict[Any, tuple[ResourcePool, int, Call | None]] = {}
         for pool in self._pools:
@@ -220,12 +223,12 @@ class Calls:
         """Errors: WorkerError of the first process on a node that does not answer, one with a call under way first."""
         silent = self.nodes.silent()
         lost = [(p, rank) for p in self._pools for rank in range(p.devices) if p.process(rank).node in silent]
-        for pool, rank in sorted(lost, key=lambda each: self._running(*each) is None):
+        for pool, rank in sorted(lost, key=lambda each: self._unanswered(*each) is None):
             node = pool.process(rank).node
             cause = f"node {node} is down or cut off: no answer for {ROUND_SECONDS * SILENT_ROUNDS:.0f} s"
-            self._fail(pool, rank, self._running(pool, rank), cause, "")
+            self._fail(pool, rank, self._unanswered(pool, rank), cause, "")
 
-    def _running(self, pool: ResourcePool, rank: int) -> Call | None:
+    def _unanswered(self, pool: ResourcePool, rank: int) -> Call | None:
         """The first call that this rank has not answered."""
         return next((c for c in self._outstanding if c.pool is pool and rank in c.refs and rank not in c.answers), None)
 
@@ -268,8 +271,8 @@ class Calls:
         self._fail(pool, rank, call, cause.strip(), text)
 
     def _died(self, pool: ResourcePool, rank: int, call: Call | None, error: RayError) -> None:
-        self.check_ray()
-        call = call or self._running(pool, rank)
+        self.check_ray(look=True)
+        call = call or self._unanswered(pool, rank)
         tail = log_tail(pool.process(rank))
         if call is not None and any(_COLLECTIVE_TIMEOUT.search(line) for line in tail):
             self._collective_timed_out(rank, call, "\n".join(tail))
@@ -293,16 +296,23 @@ class Calls:
 
     def _hung(self, call: Call, pending: list[int], cause: str) -> None:
         """Ends the run, naming where the ranks stand that have not answered. Their logs get the stacks of all threads."""
-        stacks: dict[int, Stack] = {}
-        for pool in {call.pool, *(other.pool for other in self._outstanding)}:
-            found = pool.dump_stacks()
-            stacks = found if pool is call.pool else stacks
-        named = suspects(pending, stacks)
-        shown = [*named, *(rank for rank in pending if rank not in named)][:_SHOWN_RANKS]
-        lines = [f"ranks {_ranks(pending)} of {len(call.refs)} have not answered; all stacks are in the logs"]
-        lines += [f"rank {rank} (pid {call.pool.process(rank).pid}) {standing(rank, stacks)}" for rank in shown]
-        where = f"{cause}; ranks {_ranks(named)} of {len(call.refs)} hang; rank {named[0]} {standing(named[0], stacks)}"
-        self._fail(call.pool, named[0], call, where, "\n".join(lines))
+        # What hangs may be the other half of a paired call.
+        calls = [call, *(other for other in self._running() if other.pool is not call.pool)]
+        ranks = {each: pending if each is call else each.pending for each in calls}
+        stacks = {each: each.pool.dump_stacks() for each in calls}
+        guilty = next((each for each in calls if suspects(ranks[each], stacks[each])), call)
+        named = suspects(ranks[guilty], stacks[guilty]) or ranks[guilty]
+        lines = ["all stacks are in the logs"]
+        for each in calls:
+            lines.append(
+                f"{each.role}.{each.method}: ranks {_ranks(ranks[each])} of {len(each.refs)} have not answered"
+            )
+            for rank in ranks[each][:_SHOWN_RANKS]:
+                lines.append(f"  rank {rank} (pid {each.pool.process(rank).pid}) {standing(rank, stacks[each])}")
+        where = (
+            f"ranks {_ranks(named)} of {len(guilty.refs)} hang; rank {named[0]} {standing(named[0], stacks[guilty])}"
+        )
+        self._fail(guilty.pool, named[0], guilty, f"{cause}; {where}", "\n".join(lines))
 
     def _fail(self, pool: ResourcePool, rank: int, call: Call | None, cause: str, detail: str) -> None:
         phase, step = (call.phase, call.step) if call else self._phase

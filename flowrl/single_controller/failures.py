@@ -107,7 +107,9 @@ def death_cause(ray_message: str, tail: list[str], new_oom_kills: int, memory: s
     if re.search(r"memory usage threshold|low on memory|memory pressure", ray_message, re.IGNORECASE):
         figures = [line.strip() for line in ray_message.splitlines() if re.search("memory", line, re.IGNORECASE)]
         return f"killed by Ray's memory monitor: {' '.join(figures)[:600]}"
-    if re.search(r"node has died|node died|NodeDied|node was terminated|node failure", ray_message, re.IGNORECASE):
+    if re.search(
+        r"node has (died|crashed)|node died|NodeDied|node was terminated|node failure", ray_message, re.IGNORECASE
+    ):
         lines = [line.strip() for line in ray_message.splitlines() if line.strip()]
         return f"its node is gone (Ray's raylet there was killed, or the node was cut off): {' '.join(lines)[:400]}"
     for line in reversed(tail):

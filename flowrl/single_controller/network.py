@@ -6,7 +6,7 @@ import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 

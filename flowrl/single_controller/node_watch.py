@@ -79,3 +79,10 @@ class NodeWatch:
         node.attempt = None
         node.answered = node.answered or not failed
         node.silent_rounds = node.silent_rounds + 1 if failed and node.answered else 0
+
+    def close(self) -> None:
+        """Ends attempts under way; watches nothing any more."""
+        for node in self._nodes.values():
+            if node.attempt is not None:
+                node.attempt.close()
+        self._nodes = {}

@@ -50,8 +50,9 @@ class ResourcePool:
     ) -> None:
         """Start the processes and their default process group (gloo on cpu, nccl on cuda).
 
-        env: environment of the processes. shared: path by configuration key of what every node must see. cpus_per_device: Ray CPUs that a process reserves; None divides all CPUs of
-        the cluster by ``devices``, so give it when several pools are to live side by side.
+        env: environment of the processes. shared: path by configuration key of what every node must see.
+        cpus_per_device: Ray CPUs that a process reserves; None divides all CPUs of the cluster by ``devices``, so give
+        it when several pools are to live side by side.
 
         Errors: ValueError with the arithmetic when the devices can never fit, or not within the placement timeout;
         ValueError naming the node that does not see a shared path.
@@ -117,7 +118,8 @@ class ResourcePool:
                     f"{key}: node {self._infos[rank].node} (rank {rank} of pool {self.name!r}) does not see {path}, which "
                     "the driver sees: put it on storage that all nodes mount at the same path"
                 )
-        self._on_all("join", self._address_for(self), self._on_first("open_store"))
+        host = self._address_for(self)
+        self._on_all("join", host, self._on_first("open_store", host))
 
     def _address_for(self, *pools: ResourcePool) -> str:
         """Where processes of these pools reach this pool's rank 0."""
@@ -126,7 +128,8 @@ class ResourcePool:
 
     def host_link(self, other: ResourcePool) -> tuple[str, int]:
         """Open a store on rank 0 for the processes of both pools; host and port at which they reach it."""
-        return self._address_for(other), self._on_first("host_link", self.devices + other.devices)
+        host = self._address_for(other)
+        return host, self._on_first("host_link", host, self.devices + other.devices)
 
     def _on_first(self, method: str, *args: Any) -> Any:
         process = self._processes[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,8 @@ from safetensors.torch import save_file
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.paths import user_path
 from flowrl.resharding.families import EMBEDDING, HEAD, Box, HFTensor, hf_tensors
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -192,3 +195,17 @@ class FolderWriter:
 
 def _part(number: int, count: int) -> str:
     return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_weights(
+    writer: FolderWriter, source: HFFolder, buckets: Iterable[Iterable[tuple[str, torch.Tensor]]]
+) -> None:
+    """In the types that the original folder `source` has, so a model that did not learn is exported bit for bit (where the
+    engine's type is as wide as the folder's)."""
+    narrowed = set()
+    for bucket in buckets:
+        tensors = [(name, tensor, source.dtype(name)) for name, tensor in bucket]
+        narrowed |= {dtype for _, tensor, dtype in tensors if dtype.itemsize < tensor.element_size()}
+        writer.add((name, tensor.to(dtype)) for name, tensor, dtype in tensors)
+    if narrowed:
+        logger.info("exported as %s, the type of %s", ", ".join(map(str, narrowed)), source.path)

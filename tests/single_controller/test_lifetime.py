@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import ray
 
-from flowrl.signals import Stopped, stop_signals
 from flowrl.single_controller import Cluster, ResourcePool, ray_private
 from flowrl.single_controller import cluster as cluster_module
 from flowrl.single_controller.reaper import marked_processes
@@ -73,6 +73,55 @@ def test_nothing_is_left_however_the_driver_ends(mode, signum, code):
     assert folders and not any(map(os.path.exists, folders))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("process", "words"),
+    [
+        ("raylet", "Ray's raylet of this run was killed by SIGKILL"),
+        ("gcs_server", "Ray's gcs_server of this run was killed by SIGKILL"),
+    ],
+)
+def test_a_ray_that_is_gone_ends_the_driver_with_its_name_and_leaves_nothing(process, words):
+    """RAY-01: the whole node; Ray itself tells of its raylet late, and of its GCS never."""
+    mark = new_mark()
+    driver = start_driver("stay", mark, RAY_ADDRESS="")
+    assert "new local cluster" in driver.stdout.readline() and "sum 3.0" in driver.stdout.readline()
+    os.kill(next(pid for pid in marked_processes(mark) if f"/{process}" in command(pid).split()[0]), signal.SIGKILL)
+    _, errors = driver.communicate(timeout=60)
+    assert driver.returncode == 1, errors
+    assert words in errors.splitlines()[-1]
+    deadline = time.monotonic() + 60
+    while marked_processes(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not marked_processes(mark)
+
+
+@pytest.mark.slow
+def test_a_killed_driver_of_a_joined_ray_leaves_the_others_alone(pool, cluster: Cluster):
+    """RAY-03: its workers go, though they are busy; another job's and Ray itself stay."""
+    bystander, mark = pool(1), new_mark()
+    driver = start_driver("stay", mark, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    assert "joined" in driver.stdout.readline() and "sum 3.0" in driver.stdout.readline()
+    reaper = next(words for pid in marked_processes(mark) if "reaper.py" in (words := command(pid)))
+    run = next(word for word in reaper.split() if word.startswith("FLOWRL_RUN="))
+    assert len(marked_processes(run)) == 2
+    driver.kill()
+    driver.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while (left := [*marked_processes(mark), *marked_processes(run)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+    assert os.path.exists(f"/proc/{bystander.pids[0]}") and cluster.nodes()
+    cluster.wait()
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") or " "
+    except OSError:
+        return " "
+
+
 def environment(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/environ").read_text().split("\0")
@@ -94,13 +143,18 @@ def test_two_runs_join_one_ray_at_once_and_leave_it_up(cluster: Cluster):
 
 @pytest.mark.slow
 def test_two_local_runs_start_in_the_same_second():
-    """RAY-02: each starts its own Ray and its own process group; no port is chosen before it is bound."""
+    """RAY-02, RAY-06: each starts its own Ray and its own process group; no port is chosen before it is bound, and that of
+    a dashboard is of no matter."""
     mark = new_mark()
-    drivers = [start_driver("once", mark, RAY_ADDRESS="") for _ in range(2)]
-    for driver in drivers:
-        output, errors = driver.communicate(timeout=180)
-        assert driver.returncode == 0, errors
-        assert "new local cluster" in output and "sum 3.0" in output
+    with socket.socket() as taken:
+        with suppress(OSError):  # somebody else's is as good
+            taken.bind(("127.0.0.1", 8265))
+            taken.listen()
+        drivers = [start_driver("once", mark, RAY_ADDRESS="") for _ in range(2)]
+        for driver in drivers:
+            output, errors = driver.communicate(timeout=180)
+            assert driver.returncode == 0, errors
+            assert "new local cluster" in output and "sum 3.0" in output
     assert not marked_processes(mark)
 
 
@@ -143,18 +197,10 @@ def test_version_mismatch_is_one_line(monkeypatch):
     assert "2.9.0" in str(caught.value) and "2.60.0" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_signals_become_stopped_with_the_exit_code():
-    with pytest.raises(Stopped) as caught, stop_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1)
-    assert caught.value.exit_code == 143
-    with pytest.raises(KeyboardInterrupt), stop_signals():
-        raise KeyboardInterrupt
-
-
 def test_ray_private_parts_are_what_they_were(cluster: Cluster):
     """Fails when Ray changes what `ray_private` relies on."""
     node = cluster.nodes()[0]
     assert set(ray_private.free_resources()) == {n.node_id for n in cluster.nodes()} and "CPU" in node.free
+    assert not ray_private.ended_processes() and ray_private.raylet_address(node.node_id)[0] == node.address
     assert ray_private.serialized_bytes(bytes(100_000)) >= 100_000
     ray_private.keep_ray_off_the_console()

@@ -1,0 +1,148 @@
+"""Where a run begins: at its first step, or after the step of a checkpoint that fits its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from flowrl.checkpoints.state import RoleState
+from flowrl.checkpoints.store import Checkpoint, CheckpointStore, open_checkpoint
+from flowrl.config.changes import changes
+from flowrl.config.paths import user_path
+from flowrl.config.plan import layout_words
+from flowrl.config.schema import Config
+from flowrl.config.tree import ConfigError
+from flowrl.config.units import pool_of
+
+FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """`checkpoint`: what the run goes on from, None for a run from its first step. `in_place`: it lies in `run.dir`, so
+    the run continues what is there. `warnings`: checkpoints that were passed over, versions that differ."""
+
+    checkpoint: Checkpoint | None = None
+    in_place: bool = False
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The last step that is done."""
+        return self.checkpoint.state.step if self.checkpoint else 0
+
+    def words(self, total_steps: int) -> str:
+        """What will happen, in one sentence."""
+        if self.checkpoint is None:
+            return "nothing to resume: the run begins with step 1"
+        if self.step == total_steps:
+            return f"nothing to do: {self.checkpoint.folder} is of step {self.step}, the last of trainer.total_steps={total_steps}"
+        return f"resumes from {self.checkpoint.folder} with step {self.step + 1} of {total_steps}"
+
+
+def find_start(config: Config) -> StartPoint:
+    """What `trainer.resume` comes to. Reads and compares; changes nothing.
+
+    Error: `ConfigError` where a named checkpoint is not complete, where keys that change the result differ, or where the
+    checkpoint is beyond the last step.
+    """
+    resume, own = config.trainer.resume, user_path(config.run.dir) / FOLDER
+    if resume == "never":
+        return StartPoint()
+    if resume == "auto":
+        found = CheckpointStore(own, config.trainer.keep_checkpoints).newest()
+        if found.checkpoint is None:
+            return StartPoint(warnings=found.skipped)
+        checkpoint, skipped = found.checkpoint, found.skipped
+    else:
+        checkpoint, skipped = _named(user_path(resume)), ()
+    _check(config, checkpoint)
+    in_place = checkpoint.folder.resolve().parent == own.resolve()
+    return StartPoint(checkpoint, in_place, (*skipped, *_other_versions(checkpoint)))
+
+
+def restart_point(config: Config, first: StartPoint) -> StartPoint:
+    """Where a run that began at `first` goes on after a failure: its newest complete checkpoint, else where it began."""
+    newest = find_start(replace(config, trainer=replace(config.trainer, resume="auto")))
+    return newest if newest.checkpoint else first
+
+
+def _named(folder: Path) -> Checkpoint:
+    try:
+        return open_checkpoint(folder)
+    except ValueError as error:
+        raise ConfigError(
+            f"trainer.resume={folder} is not a complete checkpoint: "
+            + "; ".join(str(error).splitlines())
+            + "; give another one, or trainer.resume=auto for the newest complete one of run.dir"
+        ) from None
+
+
+def _check(config: Config, checkpoint: Checkpoint) -> None:
+    total, step = config.trainer.total_steps, checkpoint.state.step
+    if total < step:
+        raise ConfigError(
+            f"trainer.total_steps={total}, and {checkpoint.folder} is of step {step} already; give trainer.total_steps>={step}, an "
+            "earlier checkpoint (trainer.resume=PATH), or trainer.resume=never"
+        )
+    try:
+        changed = changes(checkpoint.config, config)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint.folder / 'config.yaml'}: {error}") from None
+    refused = [change for change in changed if change.key not in config.trainer.resume_allow]
+    if refused:
+        lines = [f"  {change.key}: {change.before} in the checkpoint, {change.now} now" for change in refused]
+        keys = ",".join(change.key for change in refused)
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"{checkpoint.folder} was made with another configuration, and these keys change the result:",
+                    *lines,
+                    f"give the checkpoint's values, allow the change with trainer.resume_allow=[{keys}], or begin anew with "
+                    "trainer.resume=never",
+                ]
+            )
+        )
+
+
+def check_data(config: Config, checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:
+    """Compares the prompts of each training file with those that the checkpoint's run has read.
+
+    `trainer.resume_allow=[data.train_files]` allows others. Error: `ConfigError` naming the files.
+    """
+    if "data.train_files" in config.trainer.resume_allow:
+        return
+    before = checkpoint.state.data
+    changed = [name for name in sorted({*before, *digests}) if before.get(name) != digests.get(name)]
+    if changed:
+        raise ConfigError(
+            f"{', '.join(changed)}: these prompts are not those that {checkpoint.folder} was trained on (content, order or "
+            "tokenizer has changed), so its position in the data means nothing; restore the file, allow the change with "
+            "trainer.resume_allow=[data.train_files], or begin anew with trainer.resume=never"
+        )
+
+
+def trained_roles(config: Config) -> dict[str, RoleState]:
+    """How the roles with a state of their own are laid out."""
+    sections = {"actor": config.actor} | ({"critic": config.critic} if config.algorithm.needs_critic else {})
+    return {
+        role: RoleState(layout_words(section.layout), pool_of(config, role).devices)
+        for role, section in sections.items()
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that trained states depend on."""
+    return {name: version(name) for name in ("flowrl", "torch", "megatron-core")}
+
+
+def _other_versions(checkpoint: Checkpoint) -> Sequence[str]:
+    before, now = checkpoint.state.versions, versions()
+    differ = [f"{name} {before.get(name)} then, {now[name]} now" for name in now if before.get(name) != now[name]]
+    if not differ:
+        return ()
+    return (
+        f"{checkpoint.folder.name} was written with other versions, so results may differ in the last bits: {'; '.join(differ)}",
+    )

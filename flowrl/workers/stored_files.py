@@ -1,0 +1,144 @@
+"""The files of one role in a checkpoint, read without a model: which tensors there are, and what they hold.
+
+They are those of torch.distributed.checkpoint as Megatron-core writes them: `*.distcp` with boxes of tensors,
+`.metadata`, a pickle that says where each box lies, `common.pt` with plain values, `metadata.json`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.serialization import _get_layout
+
+METADATA = ".metadata"
+COMMON = "common.pt"
+
+WEIGHT, EXACT, FIRST, SECOND = "weight", "exact", "exp_avg", "exp_avg_sq"
+"""What a checkpoint holds of each tensor of the model, as the first part of a key: the weight in the role's type, the
+optimizer's exact copy of it where that type is a rounded one, and the two moments of Adam."""
+
+ALLOWED: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        Metadata, MetadataIndex, ChunkStorageMetadata, TensorProperties, TensorStorageMetadata, StorageMeta, _StorageInfo,
+        _MEM_FORMAT_ENCODING, SavePlan, WriteItem, WriteItemType, TensorWriteData, torch.Size, _get_layout,
+    )
+} | {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in (torch.float32, torch.bfloat16, torch.uint8)}  # fmt: skip
+"""What `.metadata` names as torch 2.11 to 2.13 write it: classes of numbers and names, types, and a look-up of layouts."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes objects of the allowed classes and of no other: a pickle may otherwise name any function to call."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED:
+            return ALLOWED[module, name]
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of flowrl contains")
+
+
+def unpickle(file: IO[bytes], where: str) -> Any:
+    """Error: `ValueError` where the pickle is damaged, or names anything but the classes that belong in it."""
+    try:
+        return _Unpickler(file).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, KeyError) as error:
+        raise ValueError(f"{where} is not what flowrl writes: {error}") from None
+
+
+@contextmanager
+def plain_errors(what: str) -> Iterator[None]:
+    """torch wraps what went wrong on any rank into a `BaseException`, which passes every handler of errors by.
+
+    Error: `ValueError` with the first rank's in its place.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise ValueError(f"{what}: {cause} (rank {rank})") from cause
+
+
+class StoredReader(FileSystemReader):
+    """torch's reader of `*.distcp`, which opens those with `weights_only`, with a guarded look at `.metadata`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self._folder = Path(folder)
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Read once. Errors: `ValueError` of `unpickle`, and where the file is absent."""
+        if self._metadata is None:
+            path = self._folder / METADATA
+            try:
+                with path.open("rb") as file:
+                    metadata = unpickle(file, str(path))
+            except OSError as error:
+                raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+            if not isinstance(metadata, Metadata):
+                raise ValueError(f"{path} holds a {type(metadata).__name__}, not a table of tensors")
+            if metadata.storage_meta is None:
+                metadata.storage_meta = StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            self._metadata = metadata
+        return self._metadata
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of every tensor by key."""
+        return {
+            key: (tuple(entry.size), entry.properties.dtype)
+            for key, entry in self.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def whole(self, key: str) -> torch.Tensor:
+        """A tensor, put together from the boxes that the ranks wrote. Error: `ValueError` where one cannot be read."""
+        shape, dtype = self.tensors()[key]
+        tensor = torch.empty(shape, dtype=dtype)
+        with plain_errors(f"{self._folder} cannot be read"):
+            load({key: tensor}, storage_reader=self, no_dist=True)
+        return tensor
+
+
+def read_common(folder: str | Path) -> dict[str, Any]:
+    """The plain values of a role. Error: `ValueError` where they cannot be read without running code."""
+    path = Path(folder) / COMMON
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("common"), dict):
+        raise ValueError(f"{path} is not what flowrl writes: it has no table of values")
+    common: dict[str, Any] = found["common"]
+    return common
+
+
+def logical_tensors(folder: str | Path, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors of a role's folder in the order of their keys, each in memory only while it is looked at.
+
+    Keys are `KIND.NAME` with one of the kinds above and the name in a Hugging Face folder (`value_head.weight` for the
+    head of a critic), and `rng.*`. They are the same whatever layout and optimizer wrote them. `prefix`: of the keys
+    that are wanted.
+    Errors: `ValueError` as in `StoredReader`.
+    """
+    reader = StoredReader(folder)
+    for key in sorted(reader.tensors()):
+        if key.startswith(prefix):
+            yield key, reader.whole(key)

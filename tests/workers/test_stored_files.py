@@ -1,0 +1,111 @@
+"""A role's files name nothing that runs, and what is not flowrl's is refused before it does anything."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from processes import run
+from scenarios import Cell
+from state_scenarios import Trip, take_over, write_trips
+from test_update import with_old_log_probs
+
+from flowrl.protocol import DataProto
+from flowrl.workers import megatron_private_files
+from flowrl.workers.stored_files import StoredReader, logical_tensors, read_common
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> object:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture(scope="module")
+def stored(model_folder: dict[str, Path], batch: DataProto, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An actor's folder, of a Qwen3."""
+    target = tmp_path_factory.mktemp("stored")
+    run(1, write_trips, model_folder["Qwen3"], [Trip(Cell(), Cell())], with_old_log_probs(batch), target)
+    return target / "0"
+
+
+def copy_of(stored: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in stored.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_a_pickle_that_would_run_something_is_refused(stored: Path, tmp_path: Path, name: str) -> None:
+    """Nothing unverified is unpickled: neither by flowrl's readers nor by those of Megatron-core underneath."""
+    made = tmp_path / "made"
+    folder = copy_of(stored, tmp_path / "copy")
+    if name == "common.pt":
+        torch.save({"common": Evil(made)}, folder / name)
+    else:
+        (folder / name).write_bytes(pickle.dumps(Evil(made)))
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        read_common(folder)
+        StoredReader(folder).tensors()
+    with pytest.raises(ValueError, match="posix.system, which no checkpoint of flowrl contains"):
+        (folder / ".metadata").write_bytes(pickle.dumps(Evil(made)))
+        megatron_private_files._reader(folder).read_metadata()
+    assert not made.exists()
+    pickle.loads(pickle.dumps(Evil(made)))
+    assert made.exists(), "the pickle of this test does nothing, so the test says nothing"
+
+
+def test_boxes_that_are_no_tensors_are_refused(stored: Path, tmp_path: Path) -> None:
+    """torch opens them with weights_only."""
+    folder, made = copy_of(stored, tmp_path / "copy"), tmp_path / "made"
+    reader = StoredReader(folder)
+    torch.save(Evil(made), folder / "evil.pt")
+    evil = (folder / "evil.pt").read_bytes()
+    metadata = reader.read_metadata()
+    for index, where in metadata.storage_data.items():
+        if index.fqn == "weight.model.norm.weight":
+            where.offset, where.length = (folder / where.relative_path).stat().st_size, len(evil)
+            with (folder / where.relative_path).open("ab") as file:
+                file.write(evil)
+    with pytest.raises(ValueError, match="posix.system"):
+        reader.whole("weight.model.norm.weight")
+    assert not made.exists()
+
+
+def test_parts_of_megatron_that_saving_and_reading_build_on_are_there(stored: Path) -> None:
+    """Fails loudly where another version has other ones."""
+    assert filesystem_async._results_queue is None
+    assert callable(filesystem_async.FileSystemWriterAsync.write_preloaded_data.__wrapped__)
+    assert torch_strategies._get_filesystem_reader.__code__.co_varnames[:2] == ("checkpoint_dir", "cache_metadata")
+    assert "_get_filesystem_reader" in torch_strategies.TorchDistLoadShardedStrategy.load.__code__.co_names
+    kinds = {key.partition(".")[0] for key, _ in logical_tensors(stored)}
+    assert kinds == {"weight", "exp_avg", "exp_avg_sq", "rng"}
+
+
+def test_what_does_not_fit_the_role_is_named_before_anything_changes(
+    model_folder: dict[str, Path], stored: Path, tmp_path: Path
+) -> None:
+    """RES-02: nothing is silently left as it was: missing, unexpected and odd tensors, another type, a critic's files."""
+    bare = copy_of(stored, tmp_path / "bare")
+    (bare / ".metadata").unlink()
+    asked = [("Qwen3", "actor", "bfloat16", stored), ("Llama", "actor", "float32", stored)]
+    asked += [("Qwen3", "critic", "float32", stored), ("Qwen3", "actor", "float32", bare)]
+    asked += [("Qwen2", "actor", "float32", stored)]
+    [said] = run(1, take_over, [(model_folder[family], *rest) for family, *rest in asked])
+    assert "44 missing" in said[0] or "missing: exact.lm_head.weight" in said[0]
+    assert "torch.float32 instead of [" in said[0] and "torch.bfloat16" in said[0]
+    assert "24 unexpected: exp_avg.model.layers.0.self_attn.k_norm.weight" in said[1]
+    assert "3 missing: exp_avg.value_head.weight, exp_avg_sq.value_head.weight, weight.value_head.weight" in said[2]
+    assert "3 unexpected: exp_avg.lm_head.weight" in said[2]
+    assert ".metadata cannot be read: No such file" in said[3]
+    assert "[131, 64] torch.float32 instead of [131, 128]" in said[4]
