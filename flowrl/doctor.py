@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
+from typing import NoReturn, TypeVar, cast
 
 from flowrl.builtin.model import resolve_model
 from flowrl.checks import judgement
@@ -29,6 +29,7 @@ from flowrl.signals import Stopped, stop_signals
 from flowrl.single_controller import Cluster, ResourcePool, WorkerError, WorkerGroup
 from flowrl.workers.environment import process_environment
 
+T = TypeVar("T")
 _LOCK = Path(__file__).parent.parent / "requirements" / "cpu.lock"
 _SENT_BYTES = 64 << 20
 _CLOCK_ROUNDS = 5
@@ -94,18 +95,18 @@ class Doctor:
         first = {node: node_of.index(node) for node in dict.fromkeys(node_of)}
         on_cpu = pool.device == "cpu"
         locked = judgement.locked_versions(_LOCK.read_text()) if on_cpu and _LOCK.is_file() else {}
-        by_rank = ranks.facts(list(locked or judgement.STACK), str(model))
+        by_rank = _by_rank(ranks.facts(list(locked or judgement.STACK), str(model)))
         facts = {node: by_rank[rank] for node, rank in first.items()}
         kinds = {
             node: [by_rank[rank].device for rank in range(pool.devices) if node_of[rank] == node] for node in first
         }
         self.say(*judgement.versions(facts, locked, _LOCK.name), judgement.devices(kinds))
         start = time.perf_counter()
-        sums = ranks.all_reduce()
+        sums = _by_rank(ranks.all_reduce())
         self.say(judgement.rendezvous(sums, time.perf_counter() - start, "gloo" if on_cpu else "nccl"))
         self.say(judgement.bandwidth(_bandwidth(ranks, _pairs(node_of), node_of), pool.device))
         self.say(_skew(ranks, first), judgement.environment(facts), judgement.model(facts, str(model)))
-        wrote, reads = ranks.write(str(scratch)), ranks.reads(str(scratch))
+        wrote, reads = _by_rank(ranks.write(str(scratch))), _by_rank(ranks.reads(str(scratch)))
         own = [rank for rank in range(pool.devices) if (scratch / f"rank-{rank}").is_file()]
         self.say(judgement.shared(str(scratch.parent), node_of, wrote, reads, own))
         weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
@@ -117,7 +118,7 @@ class Doctor:
         where = [f"cluster.device={ours.device}", f"cluster.devices={all_devices(self.config)}"]
         where += [] if ours.address is None else [f"cluster.address={ours.address}"]
         # Where the nodes have no home in common, the built-in model has to lie in the run's folder.
-        cache = self.config.model.cache_dir if num_nodes == 1 else scratch / "model"
+        cache = user_path(self.config.model.cache_dir) if num_nodes == 1 else scratch / "model"
         command = [
             sys.executable,
             "-m",
@@ -141,6 +142,11 @@ class Doctor:
             self.say(Finding("ok", "step", f"the built-in model made a step; {seconds:.0f} s with start and end"))
 
 
+def _by_rank(answers: T) -> Sequence[T]:
+    """A driver gets the answers of all ranks where the method, as a type checker sees it, gives one."""
+    return cast(Sequence[T], answers)
+
+
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     return next(path for path in (folder, *folder.parents) if path.is_dir())
@@ -158,7 +164,7 @@ def _bandwidth(ranks: NodeCheck, pairs: list[tuple[int, int]], node_of: Sequence
     """GB/s by pair, in words."""
     if not pairs:
         return {}
-    seconds = ranks.send_around(pairs, _SENT_BYTES)
+    seconds = _by_rank(ranks.send_around(pairs, _SENT_BYTES))
     return {
         f"{node_of[one]} -> {node_of[two]}" if node_of[one] != node_of[two] else f"inside {node_of[one]}": _SENT_BYTES
         / 1e9
@@ -172,7 +178,7 @@ def _skew(ranks: NodeCheck, first: dict[str, int]) -> Finding:
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         start = time.time()
-        answers = ranks.now()
+        answers = _by_rank(ranks.now())
         rounds.append((time.time() - start, start, answers))
     lasted, start, answers = min(rounds, key=lambda each: each[0])
     return judgement.skew({node: answers[rank] - start - lasted / 2 for node, rank in first.items()}, lasted / 2)

@@ -113,9 +113,9 @@ def environment(facts: Mapping[str, NodeFacts]) -> Finding:
 def at_least(name: str, got: Mapping[str, int], least: int, unit: int, unit_name: str, remedy: str) -> Finding:
     """A warning for nodes that have less than `least`."""
     low = {node: value for node, value in got.items() if value < least}
-    shown = [f"node {node}: {value / unit:.3g}{unit_name}" for node, value in (low or got).items()]
+    shown = [f"node {node}: {_number(value / unit)}{unit_name}" for node, value in (low or got).items()]
     if low:
-        return Finding("warn", name, f"{_some(shown)} is under {least / unit:.3g}{unit_name}", remedy)
+        return Finding("warn", name, f"{_some(shown)} is under {_number(least / unit)}{unit_name}", remedy)
     return Finding("ok", name, _some(shown))
 
 
@@ -206,6 +206,10 @@ def _same(name: str, values: Mapping[str, Hashable], remedy: str, text: str = "t
     if not odd:
         return Finding("ok", name, f"{text} {len(values)} node(s)")
     return Finding("fail", name, f"{_some(odd)}: absent or other than on the other nodes", remedy)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def _some(texts: Sequence[str]) -> str:
