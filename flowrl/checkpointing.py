@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from flowrl.checkpoints.manifest import FileDigest
 from flowrl.checkpoints.start import FOLDER, StartPoint, trained_roles
@@ -14,9 +14,11 @@ from flowrl.config.compose import to_yaml
 from flowrl.config.schema import Config
 from flowrl.config.tree import ConfigError
 from flowrl.console import StepConsole
-from flowrl.workers.trained import TrainedWorker
 
-Role = TypeVar("Role", bound=TrainedWorker)
+if TYPE_CHECKING:
+    from flowrl.workers.trained import TrainedWorker
+
+Role = TypeVar("Role", bound="TrainedWorker")
 
 
 class Checkpointing:

@@ -119,3 +119,24 @@ def test_the_memory_of_a_phase_is_that_of_its_worst_call() -> None:
         "memory/update_actor/free_bytes_min": 60.0,
         "memory/update_actor/pinned_bytes_max": 2.0,
     }
+
+
+def test_skipped_steps_in_a_row_are_counted_on_by_a_resumed_run() -> None:
+    """NUM-01: the count is part of a checkpoint."""
+    report = StepReport(max_skipped_steps=3)
+    for _ in range(2):
+        report.note(update(1))
+    report.take(1)
+    resumed = StepReport(3, report.skipped_in_a_row)
+    resumed.note(update(1))
+    with pytest.raises(TrainingFailed, match="3 optimizer steps in a row"):
+        resumed.take(2)
+
+
+def test_time_left_counts_the_steps_of_this_process_only() -> None:
+    out = io.StringIO()
+    console = StepConsole(10, Console(file=out, force_terminal=False, width=500))
+    console.started(done=8)
+    console._started -= 5
+    console.step(9, {"seconds/total": 5.0})
+    assert "left 5 s" in out.getvalue()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -61,6 +61,17 @@ def find_start(config: Config) -> StartPoint:
     _check(config, checkpoint)
     in_place = checkpoint.folder.resolve().parent == own.resolve()
     return StartPoint(checkpoint, in_place, (*skipped, *_other_versions(checkpoint)))
+
+
+def find_restart(config: Config, first: StartPoint) -> StartPoint:
+    """Where this run goes on after a failure: from the newest complete checkpoint in `run.dir`, else as it began.
+
+    Whatever `trainer.resume` says: what lies there now is of this run.
+    """
+    found = CheckpointStore(user_path(config.run.dir) / FOLDER, config.trainer.keep_checkpoints).newest()
+    if found.checkpoint is None:
+        return replace(first, warnings=found.skipped)
+    return StartPoint(found.checkpoint, True, found.skipped)
 
 
 def _named(folder: Path) -> Checkpoint:

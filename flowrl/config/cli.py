@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from flowrl.config.compose import Recipe, compose_all
 from flowrl.config.plan import make_plan, render
+from flowrl.config.redact import redact_text
 from flowrl.config.reference import help_text
 from flowrl.config.schema import Config
 from flowrl.config.tree import ConfigError
@@ -47,6 +48,6 @@ def run_main(
 def message(error: ConfigError) -> str:
     """What the user sees of a configuration error."""
     if len(error.problems) == 1:
-        return f"configuration error: {error}\n"
+        return redact_text(f"configuration error: {error}\n")
     lines = [f"  {number}. {problem}" for number, problem in enumerate(error.problems, 1)]
-    return "\n".join([f"{len(lines)} configuration errors:", *lines]) + "\n"
+    return redact_text("\n".join([f"{len(lines)} configuration errors:", *lines]) + "\n")

@@ -13,6 +13,7 @@ from flowrl.config.effect import without_effect
 from flowrl.config.layout import nearest_divisors, nearest_multiples, words
 from flowrl.config.layout_rules import layout_problems
 from flowrl.config.machine import Machine
+from flowrl.config.model_code import custom_code
 from flowrl.config.paths import user_path
 from flowrl.config.resolve import BUILTIN_DATA, Shapes, kv_bytes_per_sequence
 from flowrl.config.schema import AUTO, Config, OptimConfig
@@ -40,7 +41,7 @@ class Facts:
 
 def problems(config: Config, facts: Facts) -> list[str]:
     """Everything that is wrong with a resolved configuration; empty when it can run."""
-    groups = (_unbuilt, _machine, _model, _batches, _schedule, _context, _data, _reward, _trainer)
+    groups = (_unbuilt, _machine, _model_code, _model, _batches, _schedule, _context, _data, _reward, _trainer)
     found = [problem for group in groups for problem in group(config, facts)]
     return [*found, *layout_problems(config, facts.shapes), *without_effect(config, facts.given)]
 
@@ -76,6 +77,22 @@ def _machine(config: Config, facts: Facts) -> Iterator[str]:
             f"cluster.object_store_bytes={cluster.object_store_bytes} exceeds the {machine.shared_memory_bytes} bytes that are "
             "free in /dev/shm; give less, or auto"
         )
+
+
+def _model_code(config: Config, facts: Facts) -> Iterator[str]:
+    if config.model.trust_remote_code:
+        return
+    keys = ["model.path"]
+    keys += ["critic.path"] if config.algorithm.needs_critic else []
+    keys += ["reference.path"] if config.kl.needs_reference else []
+    for folder in dict.fromkeys(str(facts.values[key]) for key in keys):
+        found = [] if folder.startswith("builtin:") else custom_code(folder)
+        if found:
+            key = next(key for key in keys if facts.values[key] == folder)
+            yield (
+                f"{key}={folder} brings Python code of its own ({'; '.join(found)}), which runs only with "
+                "model.trust_remote_code=true; read that code first, or remove auto_map from these files: flowrl knows the architecture"
+            )
 
 
 def _model(config: Config, facts: Facts) -> Iterator[str]:

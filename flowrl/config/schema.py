@@ -46,7 +46,10 @@ class ModelConfig:
     path: str = knob(
         "builtin:tiny", "Hugging Face folder (safetensors, config, tokenizer) of actor and reference, or `builtin:tiny`"
     )
-    trust_remote_code: bool = free(False, "run Python code that lies in the model folder")
+    trust_remote_code: bool = free(
+        False,
+        "let tokenizer and engine run Python code of the model folder (`auto_map`); false: such a folder is refused",
+    )
     cache_dir: str = free("~/.cache/flowrl", "where built-in models are made once and kept")
 
 
@@ -119,6 +122,11 @@ class RewardConfig:
     num_processes: int = free(AUTO, "reward processes; auto: one per CPU, at most 8", minimum=1)
     timeout_seconds: float = free(
         10.0, "wall-clock limit per row (or per batch of a `@batched` function), seconds", minimum=0.01
+    )
+    memory_bytes: int = free(
+        AUTO,
+        "private memory that each reward process, and each one it starts, may have, bytes; 0: no limit; auto: half of this machine's memory divided by num_processes, at least 1 GiB",
+        minimum=0,
     )
     on_error: str = knob(
         "raise", "`raise` ends the run naming row and function; `score:<x>` scores the row x and counts it"
@@ -347,6 +355,11 @@ class TrainerConfig:
     )
     resume_allow: tuple[str, ...] = free(
         (), "keys that change the result and may all the same differ from those of the checkpoint"
+    )
+    max_restarts: int = free(
+        0,
+        "how often the run is begun again from its newest checkpoint when a worker dies or raises; a run that fails three times at one step in the same way ends all the same",
+        minimum=0,
     )
     max_skipped_steps: int = free(3, "optimizer steps with non-finite gradients in a row that end the run", minimum=1)
     profile_steps: tuple[int, ...] = free((), "steps whose driver and worker timeline is written to `run.dir/profile/`")

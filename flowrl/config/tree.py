@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from flowrl.config.redact import redact
 from flowrl.config.schema import AUTO, VARIANTS, Config
 
 T = TypeVar("T")
@@ -152,7 +153,7 @@ def _scalar(knob: Knob, value: Any, given: Any) -> Any:
 
 def refusal(knob: Knob, value: Any) -> str:
     """The message for a value that the knob does not take."""
-    hint = ""
+    hint, value = "", redact(value, knob.key)
     if knob.scalar is str and isinstance(value, (bool, int, float)):
         hint = f"""; for text write {knob.key}="'{value}'\""""
     elif knob.scalar is not str and isinstance(value, str) and value:

@@ -22,6 +22,7 @@ from ray.exceptions import (
 
 from flowrl.single_controller.device_memory import DeviceMemory
 from flowrl.single_controller.failures import ClusterError, WorkerError, death_cause, log_tail
+from flowrl.single_controller.health import RayWatch
 from flowrl.single_controller.host_memory import ResidentSizes, oom_kills
 from flowrl.single_controller.node_watch import ROUND_SECONDS, SILENT_ROUNDS, NodeWatch
 from flowrl.single_controller.patience import Patience
@@ -86,11 +87,10 @@ class Call:
 class Calls:
     """All outstanding calls of a cluster's pools. A failure anywhere ends the wait for anything."""
 
-    def __init__(self, timeout_seconds: float | None, problem: Callable[[], str | None], node: str) -> None:
-        """timeout_seconds: of one call; None is no limit. problem: says what of Ray itself is gone. node: the driver's
-        address."""
+    def __init__(self, timeout_seconds: float | None, ray_watch: RayWatch, node: str) -> None:
+        """timeout_seconds: of one call; None is no limit. node: the driver's address."""
         self._timeout_seconds = timeout_seconds
-        self._problem = problem
+        self._ray_watch = ray_watch
         self._node = node
         self._patience = Patience(timeout_seconds)
         self._sizes = ResidentSizes()
@@ -154,9 +154,10 @@ class Calls:
         spans, self._spans = self._spans, []
         return spans
 
-    def check_ray(self) -> None:
-        """Errors: ClusterError when Ray itself is gone; nothing more is asked of it then."""
-        problem = self._problem()
+    def check_ray(self, look: bool = False) -> None:
+        """look: now, not as of the last second. Errors: ClusterError when Ray itself is gone; nothing more is asked of it
+        then."""
+        problem = self._ray_watch.problem(look)
         if problem is None:
             return
         running = self._outstanding[0] if self._outstanding else None
@@ -172,12 +173,11 @@ class Calls:
         return list({call.pool: call for call in reversed(self._outstanding)}.values())
 
     def _look(self) -> None:
-        """Every second, beside the answers: Ray itself, nodes, the sizes of processes, calls that last too long."""
+        """Every second, beside the answers: nodes, the sizes of processes, calls that last too long."""
         now = time.monotonic()
         if now - self._looked < _POLL_SECONDS:
             return
         self._looked = now
-        self.check_ray()
         self._check_nodes()
         for process in (pool.process(rank) for pool in self._pools for rank in range(pool.devices)):
             if process.node == self._node:
@@ -196,6 +196,7 @@ class Calls:
             )
 
     def _step(self, timeout: float) -> None:
+        self.check_ray()
         self._look()
         owners: dict[Any, tuple[ResourcePool, int, Call | None]] = {}
         for pool in self._pools:
@@ -270,7 +271,7 @@ class Calls:
         self._fail(pool, rank, call, cause.strip(), text)
 
     def _died(self, pool: ResourcePool, rank: int, call: Call | None, error: RayError) -> None:
-        self.check_ray()
+        self.check_ray(look=True)
         call = call or self._unanswered(pool, rank)
         tail = log_tail(pool.process(rank))
         if call is not None and any(_COLLECTIVE_TIMEOUT.search(line) for line in tail):
@@ -278,6 +279,8 @@ class Calls:
         memory = self._sizes.figures(pool.process(rank).pid)
         # The kernel counts a kill a moment after the process is gone.
         cause = death_cause(str(error), tail, oom_kills() - self._oom_kills, memory)
+        if self.nodes.gone(pool.process(rank).node):
+            cause = f"Ray on node {pool.process(rank).node} is gone, and with it its processes (the node, or all of it killed): {cause}"
         self._fail(pool, rank, call, cause, "")
 
     def _collective_timed_out(self, rank: int, call: Call, text: str) -> None:
@@ -313,6 +316,7 @@ class Calls:
 
     def _fail(self, pool: ResourcePool, rank: int, call: Call | None, cause: str, detail: str) -> None:
         phase, step = (call.phase, call.step) if call else self._phase
+        self._oom_kills = oom_kills()  # the next failure may have another cause
         error = WorkerError(
             role=call.role if call else "+".join(pool.roles) or "process",
             pool=pool.name,

@@ -26,10 +26,12 @@ from flowrl.single_controller import reaper
 from flowrl.single_controller.blocks import liveness
 from flowrl.single_controller.calls import Calls, Span
 from flowrl.single_controller.failures import ClusterError, WorkerError
-from flowrl.single_controller.health import JoinedRay, OwnRay
+from flowrl.single_controller.health import JoinedRay, OwnRay, RayWatch
 from flowrl.single_controller.placement import NodeResources
 from flowrl.single_controller.ray_private import (
+    confined,
     ended_processes,
+    forget_token,
     free_resources,
     keep_ray_off_the_console,
     leave_lost_ray,
@@ -46,12 +48,16 @@ _MIN_OBJECT_STORE_BYTES = 80_000_000
 _MAX_OBJECT_STORE_BYTES = 2 << 30
 _MAX_TEMP_PATH = 40
 _MARK, _RUN_MARK = "FLOWRL_CLUSTER", "FLOWRL_RUN"
+_LOOPBACK = "127.0.0.1"
 
 
 class Cluster:
     """Context manager: starts a local Ray or joins one, and leaves nothing behind.
 
-    A joined Ray stays up; only the processes of this run end. ``banner`` says which it is, with versions.
+    ``awaits_nodes``: nodes that are missing may come back, so a pool that does not fit now waits for its devices.
+
+    A joined Ray stays up; only the processes of this run end. ``banner`` says which it is, with versions. A local one
+    listens on the loopback interface only, and answers only those who have its token: processes that it started.
     """
 
     def __init__(
@@ -80,8 +86,9 @@ class Cluster:
         self._pools: dict[str, ResourcePool] = {}
         self._temp_dir: str | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
-        self._health: OwnRay | JoinedRay | None = None
+        self._ray_watch: RayWatch | None = None
         self._owned = self._joined = False
+        self.awaits_nodes = False
         keep_ray_off_the_console()
         address = address or os.environ.get("RAY_ADDRESS") or None
         if ray.is_initialized():
@@ -97,10 +104,9 @@ class Cluster:
             self._joined = True
             self._reaper = self._start_reaper()
             where = f"joined {ray.get_runtime_context().gcs_address}"
-        self._health = health = self._watch_ray()
-        self.calls = Calls(call_timeout_seconds, health.problem, ray.util.get_node_ip_address())
+        self._ray_watch = ray_watch = RayWatch(self._ray_processes())
+        self.calls = Calls(call_timeout_seconds, ray_watch, ray.util.get_node_ip_address())
         liveness.check = self.calls.poll
-        self.num_cpus = sum(node.total.get("CPU", 0.0) for node in self.nodes())
         self.banner = f"Ray: {where}, ray {ray.__version__}, Python {platform.python_version()}, {self.num_cpus:g} CPUs"
         logger.info(self.banner)
 
@@ -116,13 +122,15 @@ class Cluster:
             # In the environment of Ray's processes only, so that the reaper knows exactly those.
             os.environ.update(self.mark)
             try:
-                _init_ray(
-                    address="local",
-                    num_cpus=num_cpus,
-                    object_store_memory=object_store_bytes,
-                    include_dashboard=False,
-                    _temp_dir=self._temp_dir,
-                )
+                with confined():
+                    _init_ray(
+                        address="local",
+                        num_cpus=num_cpus,
+                        object_store_memory=object_store_bytes,
+                        include_dashboard=False,
+                        _temp_dir=self._temp_dir,
+                        _node_ip_address=_LOOPBACK,
+                    )
             finally:
                 del os.environ[_MARK]
         except BaseException:
@@ -141,7 +149,7 @@ class Cluster:
         """The entry that the environments of this run's processes hold: all of an own Ray's, else of the workers."""
         return "=".join(*self.mark.items())
 
-    def _watch_ray(self) -> OwnRay | JoinedRay:
+    def _ray_processes(self) -> OwnRay | JoinedRay:
         if self._owned:
             return OwnRay(ended_processes)
         context = ray.get_runtime_context()
@@ -159,6 +167,15 @@ class Cluster:
             if n["Alive"]
         ]
         return sorted(nodes, key=lambda node: (node.address, node.node_id))
+
+    @property
+    def num_cpus(self) -> float:
+        """CPUs of the nodes that live."""
+        return sum(node.total.get("CPU", 0.0) for node in self.nodes())
+
+    def lost_nodes(self) -> set[str]:
+        """Addresses of nodes that do not answer while Ray counts them among the living."""
+        return set(self.calls.nodes.silent()) & {node.address for node in self.nodes()}
 
     def raylets(self, addresses: Collection[str]) -> dict[str, tuple[str, int]]:
         """Host and port at which the raylets of these nodes listen, by address."""
@@ -190,7 +207,11 @@ class Cluster:
 
     def close(self, graceful: bool = True) -> None:
         """End all pools; end Ray and remove its files if this run started it. Idempotent."""
-        problem = self._health.problem() if self._health is not None else None
+        problem = None
+        if self._ray_watch is not None:
+            problem = self._ray_watch.problem(look=True)
+            self._ray_watch.close()
+            self.calls.nodes.close()
         for pool in list(self._pools.values()):
             if problem is not None:
                 pool.lose(ClusterError(problem, None, None))
@@ -202,7 +223,8 @@ class Cluster:
             leave_lost_ray()
         elif self._owned or self._joined:
             ray.shutdown()
-        self.calls.nodes.close()
+        if self._owned:
+            forget_token()
         reap(self._marked, [self._temp_dir] if self._temp_dir is not None else [])
         if self._reaper is not None:
             self._reaper.kill()
@@ -218,7 +240,7 @@ class Cluster:
         try:
             if isinstance(error, Exception) and not isinstance(error, WorkerError | ClusterError):
                 # Whatever was asked of Ray at that moment, by whomever: if it is gone, that is the cause.
-                self.calls.check_ray()
+                self.calls.check_ray(look=True)
         finally:
             self.close(graceful=kind is None)
 

@@ -51,6 +51,16 @@ class NodeWatch:
             self._round_began = time.monotonic()
         return [name for name, node in self._nodes.items() if node.silent_rounds >= SILENT_ROUNDS]
 
+    def gone(self, name: str) -> bool:
+        """Whether nothing listens where this node's raylet did. Waits for the answer, a second at most."""
+        if name not in self._nodes:
+            return False
+        try:
+            socket.create_connection(self._nodes[name].endpoint, timeout=1).close()
+        except OSError:
+            return True
+        return False
+
     def _begin_round(self, node: _Node) -> None:
         family = socket.AF_INET6 if ":" in node.endpoint[0] else socket.AF_INET
         node.attempt = socket.socket(family, socket.SOCK_STREAM)
@@ -71,6 +81,7 @@ class NodeWatch:
         node.silent_rounds = node.silent_rounds + 1 if failed and node.answered else 0
 
     def close(self) -> None:
+        """Ends attempts under way; watches nothing any more."""
         for node in self._nodes.values():
             if node.attempt is not None:
                 node.attempt.close()

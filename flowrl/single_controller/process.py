@@ -119,10 +119,10 @@ class Process:
         start = time.time()
         return Answer({key: path for key, path in paths.items() if not os.path.exists(path)}, start, time.time())
 
-    def open_store(self) -> Answer:
-        """Rank 0: open the pool's store; the answer is its port."""
+    def open_store(self, host: str) -> Answer:
+        """Rank 0: open the pool's store at an address of this node; the answer is its port."""
         start = time.time()
-        self._store = open_store(self._spec.world_size)
+        self._store = open_store(host, self._spec.world_size)
         return Answer(int(self._store.port), start, time.time())
 
     def join(self, host: str, port: int) -> Answer:
@@ -147,10 +147,10 @@ class Process:
         )
         return Answer(None, start, time.time())
 
-    def host_link(self, num_processes: int) -> Answer:
+    def host_link(self, host: str, num_processes: int) -> Answer:
         """Open a store for the processes of two pools; the answer is its port."""
         start = time.time()
-        return Answer(self._links.host(num_processes), start, time.time())
+        return Answer(self._links.host(host, num_processes), start, time.time())
 
     def construct(self, role: str, worker: type[Any], arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Answer:
         """Make a role; the answer is its position in every mesh."""

@@ -70,6 +70,7 @@ class RolloutWorker(Worker):
         stop_token_ids: Sequence[int],
         max_prompt_tokens: int,
         seed: int,
+        trust_remote_code: bool = False,
         beside: ParallelSizes | None = None,
         weights_version: int = 0,
     ) -> None:
@@ -85,7 +86,7 @@ class RolloutWorker(Worker):
             self._places = common_places(shape, self.world_size, beside, self._sizes)
         engines = engine_ranks(self._places)
         self._replica, self._ranks = next((n, ranks) for n, ranks in enumerate(engines) if self.rank in ranks)
-        self._engine = self._start(model_path, seed)
+        self._engine = self._start(model_path, seed, trust_remote_code)
         self._memory = EngineMemory()
         if num_tokenizer_ids < shape.vocab_size:
             self._engine.limit_vocabulary(num_tokenizer_ids)
@@ -98,7 +99,7 @@ class RolloutWorker(Worker):
         if self.rank == 0:
             self._say_sampling()
 
-    def _start(self, model_path: str, seed: int) -> vllm_private.Engine:
+    def _start(self, model_path: str, seed: int, trust_remote_code: bool) -> vllm_private.Engine:
         config, device = self._config, self.device.type
         tokens = self._max_prompt_tokens + config.max_response_tokens
         if tokens > self._shape.max_positions:
@@ -116,6 +117,7 @@ class RolloutWorker(Worker):
         return vllm_private.Engine(
             vllm_private.EngineSpec(
                 model_path=model_path,
+                trust_remote_code=trust_remote_code,
                 device=device,
                 dtype=config.dtype,
                 tp=config.layout.tp,

@@ -79,6 +79,7 @@ class EngineSpec:
     """
 
     model_path: str
+    trust_remote_code: bool
     device: str
     dtype: str
     tp: int
@@ -298,6 +299,9 @@ class Engine:
 def _arguments(spec: EngineSpec) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": spec.model_path,
+        "trust_remote_code": spec.trust_remote_code,
+        # Other weight formats are pickles, which run code when they are read.
+        "load_format": "safetensors",
         "dtype": spec.dtype,
         "tensor_parallel_size": spec.tp,
         "pipeline_parallel_size": spec.pp,

@@ -1,7 +1,7 @@
 """Ends parts of runs at given moments and writes down what comes of it: `python -m recipes.kill_matrix [out=FOLDER] [cells=TEXT,...]`.
 
 Each cell is a run of the built-in model of its own, in a temporary folder of its own. `cells` takes those whose name
-(`place, phase, deed`) holds one of the texts; results of the others stay as they are in the folder. The folder gets
+(`place/phase/deed`) holds one of the texts; results of the others stay as they are in the folder. The folder gets
 `data/kill-matrix.json` and `failures.md`. Exit code 1 where a cell broke the contract.
 """
 

@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.place}, {self.phase}, {self.deed}"
+        return f"{self.place}/{self.phase}/{self.deed}"
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def cells() -> list[Cell]:
         Cell("reward process", "reward"),
         Cell("Ray's GCS", "update", victim="gcs_server", limit_seconds=30.0),
         *(Cell("actor last rank", "update", deed, rank=1) for deed in ("SIGSEGV", "SIGBUS", "raise", "exhaust")),
-        Cell("actor last rank", "update", "hang", ("cluster.call_timeout_seconds=10",), 30.0, rank=1),
-        Cell("rollout rank 0", "generate", "hang", ("cluster.collective_timeout_seconds=10",), 30.0),
+        Cell("actor last rank", "update", "hang", ("cluster.call_timeout_seconds=60",), 75.0, rank=1),
+        Cell("rollout rank 0", "generate", "hang", ("cluster.collective_timeout_seconds=30",), 45.0),
     ]
     return [*found, *apart, *other]

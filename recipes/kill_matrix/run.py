@@ -40,7 +40,7 @@ class Result:
 
     @property
     def name(self) -> str:
-        return f"{self.place}, {self.phase}, {self.deed}"
+        return f"{self.place}/{self.phase}/{self.deed}"
 
 
 def run_cell(cell: Cell) -> Result:
@@ -58,7 +58,11 @@ def _run(cell: Cell, folder: Path) -> Result:
     temporary, shared = folder / "tmp", set(os.listdir("/dev/shm"))
     temporary.mkdir()
     order = Order(cell.phase, CALLS.get(cell.phase, 1), cell.rank, cell.victim, cell.deed, str(stamp))
-    environment = {**os.environ, MARK: mark, VARIABLE: order.text(), "TMPDIR": str(temporary), "RAY_ADDRESS": ""}
+    environment = {
+        **os.environ, MARK: mark, VARIABLE: order.text(), "TMPDIR": str(temporary), "RAY_ADDRESS": "",
+        # A cache that torch means to keep.
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+    }  # fmt: skip
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         run = subprocess.Popen(
             [sys.executable, "-m", "recipes.kill_matrix.driver", f"run.dir={folder / 'run'}", *cell.command],

@@ -21,10 +21,11 @@ HEAD = """# How runs end: the kill matrix
 
 ends a part of a run at a given moment, for every place and phase, and writes this page and `data/kill-matrix.json`. Every
 cell is a run of its own of the built-in model: two processes, GRPO, harmed in step 2 from inside the method that makes up
-the phase. *Seconds* run from the deed to the end of the driver's process (for a hang they include the limit, 10 s), *clean*
-from there until no process, Ray session, shared memory, temporary file, socket or lock of the run was left; *left* is what
-was there a minute later. The contract: one error that names its cause, exit code 1, within 15 s, a lost node within 30 s; an
-idle reward process is replaced and the run goes on; a driver that is killed says nothing, and what it started goes too.
+the phase. *Seconds* run from the deed to the end of the driver's process; for a hang they include the limit, 60 s for a call
+and 30 s for a collective. *Clean* is the time from there until no process, Ray session, shared memory, temporary file,
+socket or lock of the run was left, *left* what was there a minute later. The contract: one error that names its cause, exit
+code 1, within 15 s, a lost node within 30 s; an idle reward process is replaced and the run goes on; a driver that is killed
+says nothing, and what it started goes too. `docs/failures.md` says what a user sees.
 """
 
 

@@ -485,3 +485,15 @@ def test_an_unknown_architecture_lists_the_known_ones(make_model: MakeModel, tmp
         and "Qwen3ForCausalLM" in message
     )
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["trainer.resume=runs/none/checkpoints/step_8"], "trainer.resume=runs/none/checkpoints/step_8 is no folder"),
+        (["trainer.keep_checkpoints=3"], "trainer.keep_checkpoints has no effect: trainer.save_every=0"),
+        (["trainer.resume=never", "trainer.resume_allow=[kl]"], "trainer.resume_allow has no effect"),
+    ],
+)
+def test_knobs_of_checkpoints_are_checked(argv: list[str], expected: str) -> None:
+    assert expected in refusal(*argv)

@@ -19,7 +19,8 @@ import pytest
 from flowrl import launch
 from flowrl.builtin.model import resolve_model
 from flowrl.config.tree import ConfigError
-from tests.end_to_end.conftest import ROOT, Command, processes_marked
+from tests.end_to_end.conftest import MARK, ROOT, Command, processes_marked
+from tests.sockets import listening_beyond_loopback
 
 DEADLINE_SECONDS = 60
 ENDLESS = (
@@ -48,6 +49,7 @@ class Running:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, "no step in 200 s"
             time.sleep(0.2)
+        assert listening_beyond_loopback(f"{MARK}={self.mark}") == []
 
     def worker(self) -> int:
         """Process id of one worker."""

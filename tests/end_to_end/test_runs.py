@@ -89,7 +89,7 @@ def test_rewards_do_not_depend_on_where_responses_are_generated(flowrl: Command)
 def test_a_run_of_four_processes_without_critic_exports_a_folder(flowrl: Command) -> None:
     run = flowrl(
         *SMALL, "algorithm=grpo", "kl=none", "cluster.devices=4", "actor.layout.tp=2", "actor.layout.pp=2",
-        "rollout.layout.tp=4", "trainer.save_every=3",
+        "rollout.layout.tp=4", "trainer.export_every=3",
     )  # fmt: skip
     check(run, EVERY_RUN, WITH_CRITIC | WITH_REFERENCE)
     exported = {path.name for path in (run.folder / "export" / "step_3").iterdir()}
@@ -103,7 +103,7 @@ def test_an_interleaved_pipeline_runs_like_a_plain_one(flowrl: Command, tmp_path
     # A random model solves nothing: this reward differs with every character of a response.
     graded = tmp_path / "graded.py"
     graded.write_text("def score(prompt, response, row):\n    return sum(map(ord, response)) % 7 / 7\n")
-    layout = ("actor.layout.pp=2", "rollout.layout.tp=2", "trainer.save_every=3", f"reward.function={graded}:score")
+    layout = ("actor.layout.pp=2", "rollout.layout.tp=2", "trainer.export_every=3", f"reward.function={graded}:score")
     runs = [
         flowrl(*SMALL, f"model.path={model}", *layout, f"actor.layout.vpp={vpp}", name=f"vpp{vpp}") for vpp in (1, 2)
     ]

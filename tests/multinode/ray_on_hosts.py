@@ -19,18 +19,30 @@ _LEFT_SECONDS = 60
 class RayOnHosts:
     """The first host is the head; commands run there."""
 
-    def __init__(self, hosts: Hosts, cpus: int = 1) -> None:
-        self._hosts, self._cpus = hosts, cpus
+    def __init__(self, hosts: Hosts, **env: str) -> None:
+        """env: further environment of `ray start`. Every host has one CPU."""
+        self._hosts, self.local = hosts, hosts.local
         self.head, self.others = hosts.hosts[0], hosts.hosts[1:]
         self.address = f"{self.head.address}:{_PORT}"
         # As docs/cluster.md has it, with a token of this cluster's own.
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_ADDRESS": ""}
+        self._ray_environment = {**self.environment, **env}
         self._done([self._start_ray(self.head, "--head", f"--port={_PORT}", "--include-dashboard=false")])
         self._done([self._start_ray(host, f"--address={self.address}") for host in self.others])
 
     def _start_ray(self, host: Host, *options: str) -> subprocess.Popen[str]:
-        own = [f"--node-ip-address={host.address}", f"--num-cpus={self._cpus}", f"--temp-dir={self._hosts.local}"]
-        return host.start([*_RAY, *own, "--object-store-memory=100000000", *options], **self.environment)
+        own = [f"--node-ip-address={host.address}", "--num-cpus=1", f"--temp-dir={self._hosts.local}"]
+        return host.start([*_RAY, *own, "--object-store-memory=100000000", *options], **self._ray_environment)
+
+    def wait_for_nodes(self) -> int:
+        """Until Ray knows which hosts are lost; the number of those that are left."""
+        alive = sum(not host.lost for host in self._hosts.hosts)
+        script = (
+            "import ray, time\nray.init('auto', log_to_driver=False)\n"
+            f"while sum(node['Alive'] for node in ray.nodes()) != {alive}:\n    time.sleep(0.5)"
+        )
+        self.head.run([sys.executable, "-c", script], check=True, timeout=200, **self.environment)
+        return alive
 
     def _done(self, commands: list[subprocess.Popen[str]]) -> None:
         for command in commands:

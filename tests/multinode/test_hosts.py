@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.conftest import Finished
-from tests.multinode.hosts import Hosts, why_not
+from tests.end_to_end.test_failures import ENDLESS
+from tests.multinode.hosts import Host, Hosts, why_not
 from tests.multinode.ray_on_hosts import RayOnHosts
 
 pytestmark = [
@@ -32,26 +33,69 @@ BY_NATURE = re.compile(r"seconds|tokens_per_second|memory")
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[RayOnHosts]:
     with Hosts(3) as made:
-        yield RayOnHosts(made)
+        yield RayOnHosts(made, NCCL_DEBUG="WARN")
 
 
-def numbers(run: Finished) -> list[dict[str, float]]:
-    """The metrics of a run that depend on what it computed alone."""
+def numbers(run: Finished, but: str = "none") -> list[dict[str, float]]:
+    """The metrics of a run that depend on what it computed alone, without those that begin with `but`."""
     assert run.code == 0, run.err[-3000:]
     assert run.left_behind == ()
-    return [{key: value for key, value in row.items() if not BY_NATURE.search(key)} for row in run.metrics]
+    rows = [{key: value for key, value in row.items() if not BY_NATURE.search(key)} for row in run.metrics]
+    return [{key: value for key, value in row.items() if not key.startswith(but)} for row in rows]
 
 
-def test_a_run_over_two_hosts_computes_what_it_computes_on_one(hosts: RayOnHosts, tmp_path: Path) -> None:
-    """Tensor-parallel over the hosts' network: every metric is the same number."""
-    apart = hosts.start(*SMALL, f"run.dir={tmp_path / 'apart'}")
+def test_a_run_over_hosts_computes_what_it_computes_on_one(hosts: RayOnHosts, tmp_path: Path) -> None:
+    """Every metric is the same number: tensor-parallel over two hosts, and with the engine on a third, whose weights
+    come over the network."""
+    apart = hosts.start(*SMALL, f"run.dir={tmp_path / 'two'}")
     seen: set[str] = set()
     while apart.poll() is None and len(seen) < 2:
         seen |= hosts.workers().keys()
         time.sleep(0.2)
-    two = hosts.finish(apart, tmp_path / "apart")
+    two = hosts.finish(apart, tmp_path / "two")
     assert len(seen) == 2, seen
-    one = hosts.run(tmp_path / "together", *SMALL, "cluster.address=local")
+    one = hosts.run(tmp_path / "one", *SMALL, "cluster.address=local")
+    assert [row["step"] for row in one.metrics] == [0, 1, 2]
     assert numbers(one) == numbers(two)
-    assert [row["step"] for row in two.metrics] == [0, 1, 2]
-    assert hosts.processes_of_runs() == []
+    three = hosts.run(
+        tmp_path / "three", *SMALL, "cluster.devices=2", "placement=standalone_rollout", "cluster.rollout_devices=1"
+    )
+    assert numbers(one, but="reshard/") == numbers(three, but="reshard/")
+    assert all(row["reshard/fingerprint_ok"] == 1.0 for row in three.metrics[1:])
+
+
+def test_the_doctor_names_hosts_that_do_not_share_the_folder_of_the_run(hosts: RayOnHosts) -> None:
+    """And sees what was in the environment of `ray start`."""
+    run = hosts.run(hosts.local, "cluster.devices=3", "step=false", module="flowrl.doctor")
+    lines = {line.split()[1]: line for line in run.out.splitlines()}
+    assert run.code == 1 and run.left_behind == (), run.out + run.err
+    assert lines.pop("run.dir").startswith("fail") and "10.77.0.2, 10.77.0.3 do not share" in run.out
+    assert not [line for line in lines.values() if line.startswith("fail")], run.out
+    assert "3 ranks met over gloo" in lines["rendezvous"] and "10.77.0.3 -> 10.77.0.1" in lines["bandwidth"]
+    assert "node 10.77.0.2: NCCL_DEBUG=WARN" in lines["environment"]
+
+
+def lose(hosts: RayOnHosts, host: Host, how: Callable[[], None], folder: Path) -> None:
+    """A run on all hosts, of which one is lost in a step, ends with one error that names it."""
+    devices = hosts.wait_for_nodes()
+    layout = (f"cluster.devices={devices}", "actor.layout.tp=1", "algorithm=grpo")
+    process = hosts.start(*ENDLESS, *layout, f"run.dir={folder}")
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.2)
+    how()
+    run = hosts.finish(process, folder, timeout=120)
+    assert run.code == 1 and run.left_behind == (), run.err
+    last = run.err.strip().splitlines()[-1]
+    assert f"node {host.address}" in last and re.search(r"rank \d", last) and "phase" in last and "step" in last
+
+
+def test_a_host_whose_processes_are_killed_ends_the_run_with_its_name(hosts: RayOnHosts, tmp_path: Path) -> None:
+    lost = hosts.others[1]
+    lose(hosts, lost, lost.kill, tmp_path / "run")
+
+
+def test_a_host_that_is_cut_off_ends_the_run_with_its_name(hosts: RayOnHosts, tmp_path: Path) -> None:
+    lost = hosts.others[0]
+    lose(hosts, lost, lost.cut_off, tmp_path / "run")

@@ -104,6 +104,7 @@ def test_a_rank_that_hangs_is_named_with_the_line_it_stands_in(impatient):
     assert "hangs_in_collective" in Path(impatient.process(0).log or "").read_text()
 
 
+@pytest.mark.slow
 def test_a_collective_that_times_out_names_the_rank_that_was_waited_for(cluster):
     """RAY-01: the waiting rank raises first; the other one is the cause."""
     with ResourcePool(cluster, name="short", devices=2, cpus_per_device=0.1, collective_timeout_seconds=5) as pool:

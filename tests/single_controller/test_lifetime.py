@@ -102,13 +102,13 @@ def test_a_killed_driver_of_a_joined_ray_leaves_the_others_alone(pool, cluster: 
     bystander, mark = pool(1), new_mark()
     driver = start_driver("stay", mark, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
     assert "joined" in driver.stdout.readline() and "sum 3.0" in driver.stdout.readline()
-    runs = {entry for pid in marked_processes(mark) for entry in environment(pid) if entry.startswith("FLOWRL_RUN=")}
-    workers = [pid for run in runs for pid in marked_processes(run)]
-    assert len(runs) == 1 and len(workers) == 2
+    reaper = next(words for pid in marked_processes(mark) if "reaper.py" in (words := command(pid)))
+    run = next(word for word in reaper.split() if word.startswith("FLOWRL_RUN="))
+    assert len(marked_processes(run)) == 2
     driver.kill()
     driver.communicate(timeout=60)
     deadline = time.monotonic() + 60
-    while (left := [*marked_processes(mark), *marked_processes(*runs)]) and time.monotonic() < deadline:
+    while (left := [*marked_processes(mark), *marked_processes(run)]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
     assert os.path.exists(f"/proc/{bystander.pids[0]}") and cluster.nodes()

@@ -135,6 +135,22 @@ def test_a_joined_rays_processes_are_told_by_their_ports():
     assert f"Ray's GCS at 127.0.0.1:{port} is gone" in (ray.problem() or "")
 
 
+def test_a_driver_that_is_stuck_in_ray_when_it_is_gone_is_ended_with_one_line():
+    """RAY-01: some of Ray's calls do not return then."""
+    # A function of Ray's that takes long stands for one that does not return; the main thread may do anything else.
+    program = (
+        "import sys, time, ray; from flowrl.single_controller import health; health._STUCK_SECONDS = health._LOOK_SECONDS = 0.1\n"
+        "health.RayWatch(health.OwnRay(lambda: {'raylet': -9})); time.sleep(1); sys.stderr.write('idle; ')\n"
+        "exec(compile('time.sleep(100)', ray.__file__, 'exec'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == "idle; Ray's raylet of this run was killed by SIGKILL; the driver waited for Ray meanwhile and was ended\n"
+    )
+
+
 def test_the_reaper_ends_exactly_the_marked_processes_and_removes_what_it_was_given(tmp_path):
     """RAY-03: a lock that another run has taken meanwhile stays."""
     import fcntl
