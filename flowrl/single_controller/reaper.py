@@ -36,10 +36,31 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
+def agents_with_files_in(folder: str) -> list[int]:
+    """Pids of Ray's own Python processes that hold a file open in this folder.
+
+    They overwrite their command line and part of their environment with a title (`ray::...`), so a mark may be lost.
+    """
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            if not name.isdigit() or not open(f"/proc/{name}/comm").read().startswith("ray::"):  # noqa: SIM115
+                continue
+            links = [os.readlink(f"/proc/{name}/fd/{each}") for each in os.listdir(f"/proc/{name}/fd")]
+        except OSError:
+            continue
+        if any(link.startswith(f"{folder}/") for link in links):
+            found.append(int(name))
+    return found
+
+
 def reap(mark: str, paths: Sequence[str] = ()) -> None:
     """Kill until nobody is left (new ones may appear meanwhile), then remove the paths."""
     deadline = time.monotonic() + _GIVE_UP_SECONDS
-    while (pids := marked_processes(mark)) and time.monotonic() < deadline:
+    folders = [path for path in paths if os.path.isdir(path)]
+    while (
+        pids := {*marked_processes(mark), *sum(map(agents_with_files_in, folders), [])}
+    ) and time.monotonic() < deadline:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -174,3 +174,25 @@ def test_the_reaper_ends_exactly_the_marked_processes_and_removes_what_it_was_gi
         for sleeper in sleepers:
             sleeper.kill()
             sleeper.wait()
+
+
+def test_the_reaper_knows_rays_agents_by_their_files(tmp_path):
+    """RAY-03: their titles overwrite their environment, marks included; whoever else reads a file there is left alone."""
+    (tmp_path / "log").touch()
+    program = (
+        "import ctypes, sys, time; file = open(sys.argv[2]); ctypes.CDLL(None).prctl(15, sys.argv[1].encode()); "
+        "print('there', flush=True); time.sleep(100)"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, title, str(tmp_path / "log")], stdout=subprocess.PIPE)
+        for title in ("ray::Agent", "tail")
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline()
+        reaper.reap("FLOWRL_RUN=nobody", [str(tmp_path)])
+        assert processes[0].wait(10) == -9 and processes[1].poll() is None and not tmp_path.exists()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
