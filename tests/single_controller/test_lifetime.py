@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from contextlib import suppress
@@ -17,10 +18,11 @@ import ray
 
 from flowrl.single_controller import Cluster, ResourcePool, ray_private
 from flowrl.single_controller import cluster as cluster_module
-from flowrl.single_controller.reaper import marked_processes
+from flowrl.single_controller.reaper import marked_processes, reap
 
 SCRIPT = Path(__file__).with_name("driver_script.py")
 ROOT = SCRIPT.parents[2]
+OPEN = {"RAY_AUTH_MODE": "disabled"}
 
 
 def start_driver(mode: str, mark: str, **env: str) -> subprocess.Popen[str]:
@@ -96,23 +98,44 @@ def test_a_ray_that_is_gone_ends_the_driver_with_its_name_and_leaves_nothing(pro
     assert not marked_processes(mark)
 
 
+@pytest.fixture(scope="module")
+def started_ray():
+    """Address of a Ray that somebody else has started, which anybody on this machine may join."""
+    folder, mark = tempfile.mkdtemp(prefix="flowrl-test-", dir="/tmp"), new_mark()
+    name, _, value = mark.partition("=")
+    ray_start = ("start", "--head", "--port=0", "--num-cpus=4", "--include-dashboard=false", f"--temp-dir={folder}")
+    try:
+        subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", *ray_start, "--object-store-memory=100000000"],
+            env={**os.environ, name: value, **OPEN}, check=True, capture_output=True, timeout=120,
+        )  # fmt: skip
+        yield (Path(folder) / "ray_current_cluster").read_text().strip()
+    finally:
+        reap(mark, [folder])
+
+
 @pytest.mark.slow
-def test_a_killed_driver_of_a_joined_ray_leaves_the_others_alone(pool, cluster: Cluster):
+def test_a_killed_driver_of_a_joined_ray_leaves_the_others_alone(started_ray: str):
     """RAY-03: its workers go, though they are busy; another job's and Ray itself stay."""
-    bystander, mark = pool(1), new_mark()
-    driver = start_driver("stay", mark, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-    assert "joined" in driver.stdout.readline() and "sum 3.0" in driver.stdout.readline()
-    reaper = next(words for pid in marked_processes(mark) if "reaper.py" in (words := command(pid)))
-    run = next(word for word in reaper.split() if word.startswith("FLOWRL_RUN="))
-    assert len(marked_processes(run)) == 2
-    driver.kill()
-    driver.communicate(timeout=60)
+    marks = new_mark(), new_mark()
+    drivers = [start_driver("stay", mark, RAY_ADDRESS=started_ray, **OPEN) for mark in marks]
+    workers = []
+    for driver, mark in zip(drivers, marks, strict=True):
+        assert "joined" in driver.stdout.readline() and "sum 3.0" in driver.stdout.readline()
+        watcher = next(words for pid in marked_processes(mark) if "reaper.py" in (words := command(pid)))
+        run = next(word for word in watcher.split() if word.startswith("FLOWRL_RUN="))
+        workers.append(run)
+        assert len(marked_processes(run)) == 2
+    drivers[0].kill()
+    drivers[0].communicate(timeout=60)
     deadline = time.monotonic() + 60
-    while (left := [*marked_processes(mark), *marked_processes(run)]) and time.monotonic() < deadline:
+    while (left := marked_processes(marks[0]) + marked_processes(workers[0])) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
-    assert os.path.exists(f"/proc/{bystander.pids[0]}") and cluster.nodes()
-    cluster.wait()
+    assert len(marked_processes(workers[1])) == 2 and drivers[1].poll() is None
+    drivers[1].terminate()
+    assert drivers[1].wait(60) == 143
+    assert not marked_processes(marks[1]) + marked_processes(workers[1])
 
 
 def command(pid: int) -> str:
@@ -129,16 +152,17 @@ def environment(pid: int) -> list[str]:
         return []
 
 
-def test_two_runs_join_one_ray_at_once_and_leave_it_up(cluster: Cluster):
+@pytest.mark.slow
+def test_two_runs_join_one_ray_at_once_and_leave_it_up(started_ray: str):
     """RAY-02, RAY-06: same second, same names, one machine: both work, say what they joined, and Ray stays up."""
-    address, mark = ray.get_runtime_context().gcs_address, new_mark()
-    drivers = [start_driver("once", mark, RAY_ADDRESS=address) for _ in range(2)]
-    for driver in drivers:
-        output, errors = driver.communicate(timeout=120)
-        assert driver.returncode == 0, errors
-        assert f"joined {address}, ray {ray.__version__}, Python" in output and "sum 3.0" in output
-    assert not marked_processes(mark)
-    assert cluster.nodes()
+    mark = new_mark()
+    for _ in range(2):
+        drivers = [start_driver("once", mark, RAY_ADDRESS=started_ray, **OPEN) for _ in range(2)]
+        for driver in drivers:
+            output, errors = driver.communicate(timeout=120)
+            assert driver.returncode == 0, errors
+            assert f"joined {started_ray}, ray {ray.__version__}, Python" in output and "sum 3.0" in output
+        assert not marked_processes(mark)
 
 
 @pytest.mark.slow
