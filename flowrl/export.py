@@ -31,7 +31,6 @@ role        what to export: actor (the default), or critic, whose value head goe
 model       the folder that the run's model came from, where it has moved: configuration and tokenizer are copied from it
 """
 EXIT_BAD_INPUT = 2
-BUCKET_BYTES = 1 << 30
 ROLES = ("actor", "critic")
 
 
@@ -79,9 +78,10 @@ def export(options: Options) -> None:
     wanted = _wanted(options, source, shape, reader)
     writer = FolderWriter(source.path, options.out)
     try:
-        write_weights(writer, source, _buckets(reader, wanted, shape))
-        if f"{WEIGHT}.{VALUE_HEAD}" in reader.tensors():
-            writer.add_value_head(reader.whole(f"{WEIGHT}.{VALUE_HEAD}"))
+        write_weights(writer, source, _named(reader, wanted, shape))
+        if options.role == "critic":
+            [[(_, head)]] = reader.buckets([f"{WEIGHT}.{VALUE_HEAD}"])
+            writer.add_value_head(head)
         writer.finish()
     except OSError as error:
         raise ValueError(f"{options.out} cannot be written: {error}") from None
@@ -115,10 +115,11 @@ def _wanted(options: Options, source: HFFolder, shape: ModelShape, reader: Store
     """Tensors that the folder is to hold, in the order of the layers."""
     critic = options.role == "critic"
     wanted = [tensor for tensor in source.tensors(shape) if not (critic and tensor.name == HEAD)]
-    there = reader.tensors()
+    there = reader.tensors
+    head = [HFTensor(VALUE_HEAD, (1, shape.hidden_size))] if critic else []
     problems = [
         f"{tensor.name} {list(tensor.shape)}"
-        for tensor in wanted
+        for tensor in (*wanted, *head)
         if (key := _key(tensor, shape)) not in there or there[key][0] != tensor.shape
     ]
     if problems:
@@ -135,21 +136,13 @@ def _key(tensor: HFTensor, shape: ModelShape) -> str:
     return f"{WEIGHT}.{EMBEDDING if shape.tied and tensor.name == HEAD else tensor.name}"
 
 
-def _buckets(
+def _named(
     reader: StoredReader, wanted: Sequence[HFTensor], shape: ModelShape
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for tensor in wanted:
-        whole = reader.whole(_key(tensor, shape))
-        num_bytes = whole.numel() * whole.element_size()
-        if bucket and size + num_bytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((tensor.name, whole))
-        size += num_bytes
-    if bucket:
-        yield bucket
+    """The wanted tensors under their own names, in buckets."""
+    names = iter(wanted)
+    for bucket in reader.buckets(_key(tensor, shape) for tensor in wanted):
+        yield [(next(names).name, tensor) for _, tensor in bucket]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -27,6 +27,7 @@ from flowrl.config.tree import ConfigError
 from flowrl.signals import Stopped, stop_signals
 
 if TYPE_CHECKING:
+    from flowrl.recovery import Attempts
     from flowrl.run import Run
 
 EXIT_FAILURE = 1
@@ -99,29 +100,26 @@ def _train(train: Callable[[Run], None], config: Config) -> int:
             ) from None
         # Late, so that a configuration error does not pay for these imports, and their warnings go to the log.
         gc.disable()  # It would cost a quarter of the time and find nothing.
-        from flowrl.run import Run
+        from flowrl.recovery import Attempts
 
         gc.enable()
-        run = Run(config, start)
+        attempts = Attempts(config, start)
         if earlier is not None:
-            run.console.message(f"run.dir={folder} held an earlier run, which lies in {earlier} now")
-        return _guarded(train, run)
+            attempts.run.console.message(f"run.dir={folder} held an earlier run, which lies in {earlier} now")
+        return _guarded(train, attempts)
 
 
-def _guarded(train: Callable[[Run], None], run: Run) -> int:
+def _guarded(train: Callable[[Run], None], attempts: Attempts) -> int:
     try:
-        with stop_signals(run.stop), run:
-            train(run)
-            run.finish()
+        with stop_signals(attempts.stop), attempts:
+            attempts.carry_out(train)
     except Stopped as stopped:
-        _say(_how_to_go_on(run, stopped))
+        _say(_how_to_go_on(attempts.run, stopped))
         return stopped.exit_code
-    except ConfigError:
-        raise
     except Exception as error:
-        if isinstance(error, ValueError) and not run.opened:
-            raise ConfigError(str(error)) from error
-        _failed(run, error)
+        if isinstance(error, ValueError) and not attempts.restarted and not attempts.run.opened:
+            raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+        _failed(attempts.run, error)
         return EXIT_FAILURE
     return 0
 

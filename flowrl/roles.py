@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TypeVar
@@ -14,6 +14,7 @@ from flowrl.config.schema import Config, EngineConfig
 from flowrl.config.units import all_devices, optimizer_steps, pool_name, pools
 from flowrl.data.tokenizer import Tokenizer
 from flowrl.resharding.layouts import rollout_sizes, train_sizes
+from flowrl.session import Session
 from flowrl.single_controller import Cluster, ResourcePool, WorkerGroup
 from flowrl.workers.actor import ActorWorker
 from flowrl.workers.critic import CriticWorker
@@ -32,36 +33,32 @@ class Roles:
     """
 
     def __init__(
-        self, config: Config, cluster: Cluster, model: Path, shape: ModelShape, tokenizer: Tokenizer, stack: ExitStack
+        self, config: Config, cluster: Cluster, model: Path, shape: ModelShape, tokenizer: Tokenizer, session: Session
     ) -> None:
         self._config = config
         self._cluster = cluster
         self._model = str(model)
         self._shape = shape
         self._tokenizer = tokenizer
-        self._stack = stack
+        self._session = session
         self._steps = optimizer_steps(config)
-        self._pools: dict[str, ResourcePool] = {}
         self._pool("actor")
 
     def _pool(self, role: str) -> ResourcePool:
         """The pool of a role, started for the first of its roles."""
         name = pool_name(self._config, role)
-        if name not in self._pools:
-            self._pools[name] = self._start(name, pools(self._config)[name].devices)
-        return self._pools[name]
+        return self._session.pool(name, partial(self._start, name, pools(self._config)[name].devices))
 
     def _start(self, name: str, devices: int) -> ResourcePool:
         cluster = self._config.cluster
         # A new name, which nobody sees who does not see this very folder.
         with NamedTemporaryFile(dir=user_path(self._config.run.dir), prefix=".seen-by-all-") as made:
-            pool = ResourcePool(
+            return ResourcePool(
                 self._cluster, name=name, devices=devices, device=cluster.device, shared=self._shared(made.name),
                 env=process_environment(cluster.device, all_devices(self._config)), cpus_per_device=self._cpus_per_device(),
                 placement_timeout_seconds=cluster.placement_timeout_seconds,
                 collective_timeout_seconds=cluster.collective_timeout_seconds,
             )  # fmt: skip
-        return self._stack.enter_context(pool)
 
     def _shared(self, file_of_run: str) -> dict[str, str]:
         """What all nodes must see: the run's folder, and the models in the place where the driver has them."""

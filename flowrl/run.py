@@ -33,7 +33,7 @@ from flowrl.protocol import DataProto
 from flowrl.report import SKIPPED, StepReport
 from flowrl.rewards.runner import RewardResult, RewardRunner
 from flowrl.roles import Roles
-from flowrl.signals import StopRequest
+from flowrl.session import Session
 from flowrl.single_controller import Cluster
 from flowrl.timing import PhaseClock
 from flowrl.tracking import Tracker
@@ -45,17 +45,18 @@ from flowrl.workers.rollout import RolloutWorker
 
 
 class Run:
-    """One training run; a context manager that leaves no process, port or shared-memory segment behind.
+    """One attempt at a training run; a context manager that leaves nothing behind but what belongs to its `session`.
 
     `start` says what the run goes on from. `step` is 1-based while training; before, it is the last step that the
     checkpoint has, or 0. `opened` says that set-up is over, `stop` what signals ask for.
     """
 
-    def __init__(self, config: Config, start: StartPoint) -> None:
+    def __init__(self, config: Config, start: StartPoint, session: Session) -> None:
         self.config = config
         self.step = start.step
         self.opened = False
-        self.stop = StopRequest()
+        self.stop = session.stop
+        self._session = session
         self.folder = user_path(config.run.dir)
         self.console = StepConsole(config.trainer.total_steps)
         self._start = start
@@ -93,8 +94,8 @@ class Run:
         done = self._start.step if self._start.in_place else 0
         self.tracker = Tracker(self.folder, config, to_tree(config), run_id=self._run_id, done=done)
         stack.callback(self.tracker.close)
-        self.cluster = stack.enter_context(
-            Cluster(
+        self.cluster = self._session.cluster(
+            lambda: Cluster(
                 address=config.cluster.address, object_store_bytes=config.cluster.object_store_bytes,
                 log_dir=logs, run_name=config.run.name, call_timeout_seconds=config.cluster.call_timeout_seconds,
                 lock=run_lock(self.folder),
@@ -105,7 +106,7 @@ class Run:
             f"starting {all_devices(config)} processes on {config.cluster.device}: imports take most of the time"
         )
         self.clock = PhaseClock(self.cluster)
-        self._roles = Roles(config, self.cluster, model, shape, self.tokenizer, stack)
+        self._roles = Roles(config, self.cluster, model, shape, self.tokenizer, self._session)
 
     def _check_weights(self, model: Path, shape: ModelShape) -> None:
         """Headers of the weights of every role: what does not fit is told before anything is started."""

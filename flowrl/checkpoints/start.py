@@ -63,10 +63,15 @@ def find_start(config: Config) -> StartPoint:
     return StartPoint(checkpoint, in_place, (*skipped, *_other_versions(checkpoint)))
 
 
-def restart_point(config: Config, first: StartPoint) -> StartPoint:
-    """Where a run that began at `first` goes on after a failure: its newest complete checkpoint, else where it began."""
-    newest = find_start(replace(config, trainer=replace(config.trainer, resume="auto")))
-    return newest if newest.checkpoint else first
+def find_restart(config: Config, first: StartPoint) -> StartPoint:
+    """Where this run goes on after a failure: from the newest complete checkpoint in `run.dir`, else as it began.
+
+    Whatever `trainer.resume` says: what lies there now is of this run.
+    """
+    found = CheckpointStore(user_path(config.run.dir) / FOLDER, config.trainer.keep_checkpoints).newest()
+    if found.checkpoint is None:
+        return replace(first, warnings=found.skipped)
+    return StartPoint(found.checkpoint, True, found.skipped)
 
 
 def _named(folder: Path) -> Checkpoint:

@@ -356,6 +356,11 @@ class TrainerConfig:
     resume_allow: tuple[str, ...] = free(
         (), "keys that change the result and may all the same differ from those of the checkpoint"
     )
+    max_restarts: int = free(
+        0,
+        "how often the run is begun again from its newest checkpoint when a worker dies or raises; a run that fails three times at one step in the same way ends all the same",
+        minimum=0,
+    )
     max_skipped_steps: int = free(3, "optimizer steps with non-finite gradients in a row that end the run", minimum=1)
     profile_steps: tuple[int, ...] = free((), "steps whose driver and worker timeline is written to `run.dir/profile/`")
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = free(

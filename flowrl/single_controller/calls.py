@@ -316,6 +316,7 @@ class Calls:
 
     def _fail(self, pool: ResourcePool, rank: int, call: Call | None, cause: str, detail: str) -> None:
         phase, step = (call.phase, call.step) if call else self._phase
+        self._oom_kills = oom_kills()  # the next failure may have another cause
         error = WorkerError(
             role=call.role if call else "+".join(pool.roles) or "process",
             pool=pool.name,

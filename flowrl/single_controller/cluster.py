@@ -54,6 +54,8 @@ _LOOPBACK = "127.0.0.1"
 class Cluster:
     """Context manager: starts a local Ray or joins one, and leaves nothing behind.
 
+    ``awaits_nodes``: nodes that are missing may come back, so a pool that does not fit now waits for its devices.
+
     A joined Ray stays up; only the processes of this run end. ``banner`` says which it is, with versions. A local one
     listens on the loopback interface only, and answers only those who have its token: processes that it started.
     """
@@ -86,6 +88,7 @@ class Cluster:
         self._reaper: subprocess.Popen[bytes] | None = None
         self._ray_watch: RayWatch | None = None
         self._owned = self._joined = False
+        self.awaits_nodes = False
         keep_ray_off_the_console()
         address = address or os.environ.get("RAY_ADDRESS") or None
         if ray.is_initialized():
@@ -104,7 +107,6 @@ class Cluster:
         self._ray_watch = ray_watch = RayWatch(self._ray_processes())
         self.calls = Calls(call_timeout_seconds, ray_watch, ray.util.get_node_ip_address())
         liveness.check = self.calls.poll
-        self.num_cpus = sum(node.total.get("CPU", 0.0) for node in self.nodes())
         self.banner = f"Ray: {where}, ray {ray.__version__}, Python {platform.python_version()}, {self.num_cpus:g} CPUs"
         logger.info(self.banner)
 
@@ -165,6 +167,15 @@ class Cluster:
             if n["Alive"]
         ]
         return sorted(nodes, key=lambda node: (node.address, node.node_id))
+
+    @property
+    def num_cpus(self) -> float:
+        """CPUs of the nodes that live."""
+        return sum(node.total.get("CPU", 0.0) for node in self.nodes())
+
+    def lost_nodes(self) -> set[str]:
+        """Addresses of nodes that do not answer while Ray counts them among the living."""
+        return set(self.calls.nodes.silent()) & {node.address for node in self.nodes()}
 
     def raylets(self, addresses: Collection[str]) -> dict[str, tuple[str, int]]:
         """Host and port at which the raylets of these nodes listen, by address."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import psutil  # type: ignore[import-untyped]
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -78,11 +79,7 @@ class ResourcePool:
     def _start(
         self, env: dict[str, str], cpus: float | None, placement_timeout: float, collective_timeout: float
     ) -> None:
-        nodes = self.cluster.nodes()
-        bundle = bundle_for(self.device, self.devices, nodes, cpus)
-        problem = shortfall(self.name, self.devices, bundle, nodes, free=False)
-        if problem:
-            raise ValueError(problem)
+        bundle = self._bundle_that_fits(cpus, placement_timeout if self.cluster.awaits_nodes else 0)
         self._group = placement_group([bundle] * self.devices, strategy="PACK")
         self._await_placement(bundle, placement_timeout)
         places = self._places()
@@ -140,6 +137,20 @@ class ResourcePool:
     def _on_all(self, method: str, *args: Any) -> dict[int, Answer]:
         refs = {r: getattr(p, method).remote(*args) for r, p in enumerate(self._processes)}
         return self.cluster.calls.wait(self.cluster.calls.submit(self, "process", method, lambda: refs))
+
+    def _bundle_that_fits(self, cpus: float | None, timeout: float) -> dict[str, float]:
+        """Resources of one device. Errors: ValueError when so many devices do not fit on the nodes that there are."""
+        deadline = time.monotonic() + timeout
+        while True:
+            nodes = self.cluster.nodes()
+            bundle = bundle_for(self.device, self.devices, nodes, cpus)
+            problem = shortfall(self.name, self.devices, bundle, nodes, free=False)
+            if problem is None:
+                return bundle
+            if time.monotonic() >= deadline:
+                raise ValueError(problem)
+            logger.info("waiting for nodes, %.0f s more\n%s", deadline - time.monotonic(), problem)
+            time.sleep(1)
 
     def _await_placement(self, bundle: Mapping[str, float], timeout: float) -> None:
         assert self._group is not None
@@ -235,6 +246,14 @@ class ResourcePool:
                 [p.shut_down.remote() for p in self._processes], num_returns=self.devices, timeout=_SHUTDOWN_SECONDS
             )
         self._kill()
+
+    def wait_until_gone(self, seconds: float) -> None:
+        """Until the processes of a pool that ended are gone, those on the driver's node, but not longer than this."""
+        here = ray.util.get_node_ip_address()
+        pids = [info.pid for info in self._infos if info.node == here and psutil.pid_exists(info.pid)]
+        deadline = time.monotonic() + seconds
+        while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     def kill(self) -> None:
         """End the processes at once. Idempotent."""

@@ -9,6 +9,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import ray
@@ -40,10 +41,18 @@ def raylet_address(node_id: str) -> tuple[str, int]:
 
 
 def leave_lost_ray() -> None:
-    """Without a word to a Ray that is gone: its client would wait a minute for an answer and then end this process."""
+    """Without a word to a Ray that is gone: its client would wait a minute for an answer and then end this process, and it
+    crashes at the interpreter's end. An exception that nothing catches still ends the process with its traceback, code 1.
+    """
     atexit.unregister(ray._private.worker.shutdown)
-    if sys.excepthook is ray._private.worker.custom_excepthook:
-        sys.excepthook = ray._private.worker.normal_excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ray._private.worker.normal_excepthook(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    sys.excepthook = end
 
 
 def keep_ray_off_the_console() -> None:

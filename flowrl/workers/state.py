@@ -87,7 +87,7 @@ class RoleState:
         holds what this role does not know; then nothing has changed.
         """
         common = read_common(folder)
-        there = StoredReader(folder).tensors()
+        there = StoredReader(folder).tensors
         self._check(folder, common, there)
         same = common["sizes"] == asdict(self._sizes) and common["world_size"] == dist.get_world_size()
         generators = self._generators() if same else {}

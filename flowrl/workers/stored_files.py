@@ -6,9 +6,11 @@ They are those of torch.distributed.checkpoint as Megatron-core writes them: `*.
 
 from __future__ import annotations
 
+import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.serialization import _get_layout
 
+BUCKET_BYTES = 1 << 28
 METADATA = ".metadata"
 COMMON = "common.pt"
 
@@ -100,21 +103,38 @@ class StoredReader(FileSystemReader):
             self._metadata = metadata
         return self._metadata
 
+    @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of every tensor by key."""
+        """Shape and type of every tensor by key. Errors: those of `read_metadata`."""
         return {
             key: (tuple(entry.size), entry.properties.dtype)
             for key, entry in self.read_metadata().state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
 
-    def whole(self, key: str) -> torch.Tensor:
-        """A tensor, put together from the boxes that the ranks wrote. Error: `ValueError` where one cannot be read."""
-        shape, dtype = self.tensors()[key]
-        tensor = torch.empty(shape, dtype=dtype)
+    def buckets(
+        self, keys: Iterable[str], bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Whole tensors in the order of `keys`, put together from the boxes that the ranks wrote, at most about
+        `bucket_bytes` at a time. Error: `ValueError` where one cannot be read."""
+        bucket: dict[str, torch.Tensor] = {}
+        size = 0
+        for key in keys:
+            shape, dtype = self.tensors[key]
+            num_bytes = math.prod(shape) * dtype.itemsize
+            # A key that is asked for twice gets memory of its own each time.
+            if bucket and (size + num_bytes > bucket_bytes or key in bucket):
+                yield self._filled(bucket)
+                bucket, size = {}, 0
+            bucket[key] = torch.empty(shape, dtype=dtype)
+            size += num_bytes
+        if bucket:
+            yield self._filled(bucket)
+
+    def _filled(self, bucket: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         with plain_errors(f"{self._folder} cannot be read"):
-            load({key: tensor}, storage_reader=self, no_dist=True)
-        return tensor
+            load(bucket, storage_reader=self, no_dist=True)
+        return list(bucket.items())
 
 
 def read_common(folder: str | Path) -> dict[str, Any]:
@@ -131,7 +151,7 @@ def read_common(folder: str | Path) -> dict[str, Any]:
 
 
 def logical_tensors(folder: str | Path, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors of a role's folder in the order of their keys, each in memory only while it is looked at.
+    """Whole tensors of a role's folder in the order of their keys, a bucket of them in memory at a time.
 
     Keys are `KIND.NAME` with one of the kinds above and the name in a Hugging Face folder (`value_head.weight` for the
     head of a critic), and `rng.*`. They are the same whatever layout and optimizer wrote them. `prefix`: of the keys
@@ -139,6 +159,5 @@ def logical_tensors(folder: str | Path, prefix: str = "") -> Iterator[tuple[str,
     Errors: `ValueError` as in `StoredReader`.
     """
     reader = StoredReader(folder)
-    for key in sorted(reader.tensors()):
-        if key.startswith(prefix):
-            yield key, reader.whole(key)
+    for bucket in reader.buckets(sorted(key for key in reader.tensors if key.startswith(prefix))):
+        yield from bucket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,10 +92,18 @@ def _run(cell: Cell, folder: Path) -> Result:
 
 def _leftovers(mark: str, temporary: Path, folder: Path, shared: set[str]) -> list[str]:
     """Processes, files in shared memory and temporary folders (sockets lie there), and locks of the run."""
-    processes = [f"process {pid}" for pid in _marked(mark)]
+    processes = [f"process {pid} {_described(pid)}" for pid in _marked(mark)]
     memory = [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared) if _names(name)]
     files = [f"temporary {path.name}" for path in temporary.iterdir()]
     return [*processes, *memory, *files, *(path.name for path in folder.glob(".*.lock"))]
+
+
+def _described(pid: int) -> str:
+    """Name and state of a process."""
+    try:
+        return " ".join(re.findall(r"^(?:Name|State):\s+(.+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
+    except OSError:
+        return "(ended meanwhile)"
 
 
 def _names(entry: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.checkpoints.manifest import digest_file
-from flowrl.checkpoints.start import check_data, find_start, restart_point, trained_roles, versions
+from flowrl.checkpoints.start import check_data, find_restart, find_start, trained_roles, versions
 from flowrl.checkpoints.state import RoleState, RunState
 from flowrl.checkpoints.store import CheckpointStore
 from flowrl.config.compose import compose, to_yaml
@@ -49,6 +49,20 @@ def test_auto_takes_the_newest_and_never_none(tmp_path: Path) -> None:
     assert (start.step, start.in_place, start.warnings) == (8, True, ())
     assert "resumes from" in start.words(12) and "with step 9 of 12" in start.words(12)
     assert find_start(config(tmp_path, "trainer.resume=never")).checkpoint is None
+
+
+def test_a_restart_takes_what_the_run_has_written_whatever_resume_says(tmp_path: Path) -> None:
+    elsewhere = find_start(config(tmp_path / "b", f"trainer.resume={save(tmp_path / 'a', 4, config(tmp_path / 'a'))}"))
+    for resume in ("never", "auto", str(tmp_path / "a" / "checkpoints" / "step_4")):
+        folder = tmp_path / resume.replace("/", "_")
+        own = config(folder, f"trainer.resume={resume}")
+        assert find_restart(own, elsewhere) == elsewhere, "nothing is written yet: the run begins as it began"
+        save(folder, 8, own)
+        again = find_restart(own, elsewhere)
+        assert (again.step, again.in_place) == (8, True)
+        (folder / "checkpoints" / "step_8" / "state.json").unlink()
+        broken = find_restart(own, elsewhere)
+        assert broken.step == 4 and not broken.in_place and "step_8 is not complete" in broken.warnings[0]
 
 
 def test_a_damaged_newest_is_passed_over_with_a_warning_and_refused_by_its_path(tmp_path: Path) -> None:
@@ -126,6 +140,6 @@ def test_after_a_failure_the_newest_checkpoint_counts_whatever_the_run_began_wit
     for resume in ("never", str(other)):
         began = config(tmp_path / "run", f"trainer.resume={resume}")
         first = find_start(began)
-        assert restart_point(began, first) is first
+        assert find_restart(began, first).checkpoint == first.checkpoint
     save(tmp_path / "run", 8, began)
-    assert restart_point(began, first).step == 8 and restart_point(began, first).in_place
+    assert find_restart(began, first).step == 8 and find_restart(began, first).in_place

@@ -18,7 +18,7 @@ BASE = (
 FREE_SECTIONS = ("cluster", "run", "actor.layout", "critic.layout", "reference.layout", "rollout.layout")
 FREE = {
     "model.trust_remote_code", "model.cache_dir", "placement", "dry_run", "reward.num_processes", "reward.timeout_seconds",
-    "rollout.expert_parallel", "rollout.max_batch_requests", "rollout.kv_cache_bytes", "rollout.cuda_graphs",
+    "reward.memory_bytes", "rollout.expert_parallel", "rollout.max_batch_requests", "rollout.kv_cache_bytes", "rollout.cuda_graphs",
     "rollout.gpu_memory_fraction", "rollout.fingerprint_every", "rollout.logprob_diff_warn",
     *(f"{role}.{name}" for role in ("actor", "critic", "reference")
       for name in ("tokens_per_microbatch", "distributed_optimizer", "recompute", "offload")),

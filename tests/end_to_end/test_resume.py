@@ -16,14 +16,10 @@ from typing import Any
 
 import pytest
 
+from flowrl.compare_runs import by_nature
 from tests.end_to_end.conftest import ROOT, Command, processes_marked
 
 SMALL = ("data.prompts_per_step=8", "actor.minibatch_prompts=4", "data.eval_prompts=8", "trainer.eval_every=2")
-
-
-def by_nature(name: str) -> bool:
-    """Whether a metric differs between two equal runs: how long something took, and where."""
-    return name.startswith(("seconds/", "memory/")) or name.endswith(("_seconds", "tokens_per_second"))
 
 
 def lines(folder: Path) -> dict[int, dict[str, Any]]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import psutil
 import ray
 
 from flowrl.single_controller import Cluster, ResourcePool
@@ -23,14 +24,22 @@ def test_nothing_of_a_local_cluster_listens_beyond_loopback(
     assert listening_beyond_loopback(mark, os.getpid()) == []
 
 
-def test_a_local_cluster_refuses_who_does_not_have_its_token(cluster: Cluster) -> None:
+def test_a_local_cluster_refuses_who_does_not_have_its_token(
+    cluster: Cluster, pool: Callable[[int], ResourcePool]
+) -> None:
     """Loopback is open to every user of the machine, and who may submit work runs code as the user of the run."""
     assert "RAY_AUTH_TOKEN" not in os.environ
     address = ray.get_runtime_context().gcs_address
-    for variables in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+    environment = dict(psutil.Process(pool(1).pids[0]).environ())
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": environment["RAY_AUTH_TOKEN"]}
+    knock = f"from ray._raylet import GcsClient; GcsClient(address={address!r}); print('inside')"
+    for variables, enters in (
+        (token, True),
+        (token | {"RAY_AUTH_TOKEN": "0" * 64}, False),
+        ({"RAY_AUTH_MODE": "disabled"}, False),
+    ):
         stranger = subprocess.run(
-            [sys.executable, "-c", f"import ray; ray.init(address={address!r}); print('inside')"],
-            capture_output=True, text=True, timeout=120, env={**os.environ, "RAY_NUM_REDIS_GET_RETRIES": "1", **variables},
-        )  # fmt: skip
-        assert stranger.returncode and "inside" not in stranger.stdout
-        assert "uthenticat" in stranger.stderr, stranger.stderr[-2000:]
+            [sys.executable, "-c", knock], capture_output=True, text=True, timeout=120, env=os.environ | variables
+        )
+        assert (stranger.stdout == "inside\n") is enters, stranger.stderr[-2000:]
+        assert enters or "uthenticat" in stranger.stderr, stranger.stderr[-2000:]

@@ -84,7 +84,7 @@ def write_trips(folder: Path, trips: Sequence[Trip], batch: DataProto, target: P
         role = make(trip.kind, folder, trip.written)
         learn(role, batch)
         learn(role, flat(batch) if trip.kind == "actor" else batch)
-        torch.manual_seed(number)
+        torch.manual_seed(1000 + number)
         role.save_state(str(target / str(number)))
         drawn = torch.rand(3)
         steps = two_steps(role, batch)
