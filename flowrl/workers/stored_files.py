@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -132,7 +133,8 @@ class StoredReader(FileSystemReader):
             yield self._filled(bucket)
 
     def _filled(self, bucket: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        with plain_errors(f"{self._folder} cannot be read"):
+        with plain_errors(f"{self._folder} cannot be read"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # just what is asked for here
             load(bucket, storage_reader=self, no_dist=True)
         return list(bucket.items())
 

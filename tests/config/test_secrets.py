@@ -127,7 +127,8 @@ def test_the_tokenizers_own_code_runs_only_when_allowed(
             (folder / file.name).write_bytes(file.read_bytes())
     trace = tmp_path / "trace"
     (folder / "mine.py").write_text(
-        f"open({str(trace)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast as Mine\n"
+        f"open({str(trace)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast\n\n\n"
+        "class Mine(PreTrainedTokenizerFast):\n    pass  # transformers marks the class that it loads\n"
     )
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}

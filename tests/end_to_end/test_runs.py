@@ -43,7 +43,6 @@ LAYOUTS = {
     "colocate": ("placement=colocate",),
     "split": ("placement=split",),
     "standalone_rollout": ("placement=standalone_rollout",),
-    "train_tp2_rollout_tp1": ("actor.layout.tp=2", "rollout.layout.tp=1"),
     "train_pp2_rollout_tp2": ("actor.layout.tp=1", "actor.layout.pp=2", "rollout.layout.tp=2"),
     "train_tp1_rollout_tp2": ("actor.layout.tp=1", "rollout.layout.tp=2"),
 }
@@ -127,7 +126,7 @@ def last_rewards(run: Finished) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_ppo_learns_the_built_in_task(flowrl: Command, seed: int) -> None:
     run = flowrl(f"trainer.seed={seed}", timeout=600)
     check(run, EVERY_RUN | WITH_CRITIC | WITH_REFERENCE)
