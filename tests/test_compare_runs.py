@@ -175,4 +175,5 @@ def test_metrics_alone_are_compared_without_loading_torch(runs: tuple[Path, Path
         "import sys; from flowrl.compare_runs import main; "
         f"assert main({[str(run) for run in runs]!r}) == 0; assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parent.parent)
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0
