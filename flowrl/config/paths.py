@@ -11,7 +11,8 @@ def user_path(text: str | Path) -> Path:
 
     With the name of an unknown user a `~` stays as it is, and is simply not there.
     """
-    return Path(os.path.expanduser(text)).absolute()
+    path = Path(os.path.expanduser(text))
+    return path if str(path).startswith("~") else path.absolute()
 
 
 def run_lock(folder: Path) -> Path:

@@ -255,6 +255,8 @@ def _trainer(config: Config, facts: Facts) -> Iterator[str]:
     if config.trainer.resume not in ("auto", "never") and not user_path(config.trainer.resume).is_dir():
         yield f"trainer.resume={config.trainer.resume} is no folder; legal: auto, never, or the folder of a checkpoint (.../checkpoints/step_N)"
     folder = user_path(config.run.dir)
+    if str(folder).startswith("~"):
+        yield f"run.dir={config.run.dir}: there is no user {folder.parts[0][1:]!r} here"
     try:
         if folder.exists() and not folder.is_dir():
             yield f"run.dir={config.run.dir} is a file; give a folder"

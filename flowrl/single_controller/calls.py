@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from flowrl.single_controller.pool import ResourcePool
 
 logger = logging.getLogger("flowrl")
+PROCESS = "process"
+"""Stands for the role in calls that belong to a pool itself."""
 _DEATH_GRACE_SECONDS = 1.0
 _POLL_SECONDS = 1.0
 _SHOWN_RANKS = 8
@@ -72,6 +74,11 @@ class Call:
     @property
     def done(self) -> bool:
         return len(self.answers) == len(self.refs)
+
+    @property
+    def starts(self) -> bool:
+        """Whether processes start or a role is made."""
+        return self.role == PROCESS or self.method == "__init__"
 
     @property
     def pending(self) -> list[int]:
@@ -318,7 +325,7 @@ class Calls:
         phase, step = (call.phase, call.step) if call else self._phase
         self._oom_kills = oom_kills()  # the next failure may have another cause
         error = WorkerError(
-            role=call.role if call else "+".join(pool.roles) or "process",
+            role=call.role if call else "+".join(pool.roles) or PROCESS,
             pool=pool.name,
             process=pool.process(rank),
             method=call.method if call else "none (between calls)",

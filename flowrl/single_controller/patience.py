@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from flowrl.single_controller.calls import Call
 
 TELL_SECONDS = 60.0
+START_SECONDS = 300.0
+"""Processes import their libraries while they start, which takes minutes where disks are slow."""
 
 
 class Patience:
@@ -45,7 +47,8 @@ class Patience:
         return [(call, now - self._since[call]) for call in due]
 
     def overdue(self, now: float) -> Call | None:
-        """A call that ran longer than the limit."""
+        """A call that ran longer than the limit; starts of processes may always last `START_SECONDS`."""
         if self._limit is None:
             return None
-        return next((call for call, since in self._since.items() if now - since >= self._limit), None)
+        limits = {call: max(self._limit, START_SECONDS) if call.starts else self._limit for call in self._since}
+        return next((call for call, since in self._since.items() if now - since >= limits[call]), None)

@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from flowrl.single_controller.calls import PROCESS
 from flowrl.single_controller.failures import ClusterError, ProcessInfo, WorkerError
 from flowrl.single_controller.placement import bundle_for, shortfall
 from flowrl.single_controller.process import Answer, Process, ProcessSpec
@@ -131,12 +132,12 @@ class ResourcePool:
     def _on_first(self, method: str, *args: Any) -> Any:
         process = self._processes[0]
         calls = self.cluster.calls
-        call = calls.submit(self, "process", method, lambda: {0: getattr(process, method).remote(*args)})
+        call = calls.submit(self, PROCESS, method, lambda: {0: getattr(process, method).remote(*args)})
         return calls.wait(call)[0].value
 
     def _on_all(self, method: str, *args: Any) -> dict[int, Answer]:
         refs = {r: getattr(p, method).remote(*args) for r, p in enumerate(self._processes)}
-        return self.cluster.calls.wait(self.cluster.calls.submit(self, "process", method, lambda: refs))
+        return self.cluster.calls.wait(self.cluster.calls.submit(self, PROCESS, method, lambda: refs))
 
     def _bundle_that_fits(self, cpus: float | None, timeout: float) -> dict[str, float]:
         """Resources of one device. Errors: ValueError when so many devices do not fit on the nodes that there are."""

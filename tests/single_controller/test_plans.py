@@ -138,8 +138,8 @@ def test_the_cause_of_death_is_told_as_far_as_it_is_known(message, tail, kills, 
 
 def test_three_groups_hold_three_ports_from_choice_to_end():
     """RAY-02: the system picks a port and it is bound at once, so there is no range to configure or to exhaust."""
-    stores = [open_store(1) for _ in range(3)]
+    stores = [open_store("127.0.0.1", 1) for _ in range(3)]
     assert len({store.port for store in stores}) == 3
     for store in stores:
         with socket.socket() as late, pytest.raises(OSError, match="in use"):
-            late.bind(("0.0.0.0", store.port))
+            late.bind(("127.0.0.1", store.port))

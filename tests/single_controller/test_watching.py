@@ -24,6 +24,7 @@ class Running:
 
     role: str = "actor"
     method: str = "update"
+    starts: bool = False
 
 
 def test_a_slow_call_is_told_of_after_a_minute_and_then_every_minute():
@@ -53,6 +54,12 @@ def test_a_call_is_overdue_when_it_has_run_for_the_limit_not_when_it_has_waited(
     assert patience.overdue(29) is None
     patience.look([queued], 29)
     assert patience.overdue(58) is None and patience.overdue(59) is queued
+
+
+def test_starts_of_processes_may_last_longer_than_a_short_limit_but_not_for_ever():
+    patience, start = Patience(limit_seconds=6), Running(starts=True)
+    patience.look([start], 0)
+    assert patience.overdue(299) is None and patience.overdue(300) is start
 
 
 WAITS = Stack(
