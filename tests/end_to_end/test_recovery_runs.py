@@ -89,7 +89,7 @@ def test_a_run_that_loses_a_worker_begins_again_and_equals_one_that_did_not(flow
 def test_either_pool_begins_again_without_the_processes_of_the_other(flowrl: Command) -> None:
     """The engine's dies, then the trainer's: the other pool keeps its process, and the run is as without the two."""
     run = Watched(
-        flowrl, "trainer.total_steps=10", "trainer.max_restarts=2", "placement=standalone_rollout", "cluster.devices=1"
+        flowrl, "trainer.total_steps=16", "trainer.max_restarts=2", "placement=standalone_rollout", "cluster.devices=1"
     )
     first = run.await_step(3, checkpoint=2)
     pids = run.workers()
@@ -104,4 +104,4 @@ def test_either_pool_begins_again_without_the_processes_of_the_other(flowrl: Com
     assert re.search(r"restart 2 of 2 from step_\d; processes of pool rollout go on", out), out
     assert again["main-rank0"] == pids["main-rank0"] and again["rollout-rank0"] != pids["rollout-rank0"]
     assert last["rollout-rank0"] == again["rollout-rank0"] and last["main-rank0"] != again["main-rank0"]
-    run.check(10, first, second)
+    run.check(16, first, second)
