@@ -6,6 +6,7 @@ One process without Ray or devices; it needs the memory of a few tensors at a ti
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,8 +120,9 @@ def check_apart(out: Path, *kept: Path) -> None:
     """Error: `ValueError` where `out`, a resolved path, is, holds or lies in one of the folders that are to stay, or
     in the folder of checkpoints that one of them belongs to."""
     for each in kept:
-        folder = each.resolve()
-        folder = folder.parent if folder.parent.name == FOLDER else folder
+        folder = Path(os.path.realpath(each))
+        of_a_run = folder.parent.name == FOLDER and folder.name.startswith("step_")
+        folder = folder.parent if of_a_run else folder
         if out.is_relative_to(folder) or folder.is_relative_to(out):
             raise ValueError(
                 f"{out} is, holds or lies in {folder}, which an export must not change; name another folder"

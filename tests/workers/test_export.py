@@ -170,7 +170,9 @@ def test_a_disk_that_refuses_leaves_what_was_there(model_folder: dict[str, Path]
     )
     empty = tmp_path / "model"
     empty.mkdir()
-    done = subprocess.run([sys.executable, "-c", code, str(empty), str(out)], timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(empty), str(out)], timeout=120, cwd=Path(__file__).parents[2]
+    )
     empty.rmdir()
     assert done.returncode == 7
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
