@@ -66,7 +66,7 @@ def read_manifest(root: Path) -> tuple[FileDigest, ...]:
         raw = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{MANIFEST} is damaged: it is not JSON") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         found = raw.get("format") if isinstance(raw, dict) else None

@@ -48,7 +48,7 @@ def parse_state(text: str) -> RunState:
     """The state that `to_json` wrote, every field checked. Error: `ValueError` saying which field is wrong."""
     try:
         raw = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{STATE} is damaged: it is not JSON") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{STATE} is damaged: it is no object")
