@@ -25,7 +25,11 @@ def save(folder: Path, step: int, made_with: Config, **changes: object) -> Path:
     partial = store.begin(step)
     (partial / "actor").mkdir()
     (partial / "critic").mkdir()
-    names = ("actor/shard", "critic/shard")
+    names = [
+        f"{role}/{name}"
+        for role in ("actor", "critic")
+        for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp")
+    ]
     for name in names:
         (partial / name).write_text(name)
     state = RunState(
@@ -69,16 +73,16 @@ def test_a_damaged_newest_is_passed_over_with_a_warning_and_refused_by_its_path(
     """CKP-01."""
     for step in (4, 8):
         save(tmp_path, step, config(tmp_path))
-    shard = tmp_path / "checkpoints" / "step_8" / "critic" / "shard"
+    shard = tmp_path / "checkpoints" / "step_8" / "critic" / "__0_0.distcp"
     shard.write_text("crit")
     start = find_start(config(tmp_path))
     assert start.step == 4
-    assert start.warnings == ("step_8 is not complete and was skipped: critic/shard is truncated: 4 of 12 bytes",)
+    assert start.warnings == ("step_8 is not complete and was skipped: critic/__0_0.distcp is truncated: 4 of 19 bytes",)
     path = tmp_path / "checkpoints" / "step_8"
-    with pytest.raises(ConfigError, match=r"step_8 is not a complete checkpoint: critic/shard is truncated: 4 of 12"):
+    with pytest.raises(ConfigError, match=r"step_8 is not a complete checkpoint: critic/__0_0.distcp is truncated: 4 of 19"):
         find_start(config(tmp_path, f"trainer.resume={path}"))
     shard.unlink()
-    with pytest.raises(ConfigError, match="critic/shard is missing"):
+    with pytest.raises(ConfigError, match="critic/__0_0.distcp is missing"):
         find_start(config(tmp_path, f"trainer.resume={path}"))
 
 

@@ -20,7 +20,10 @@ STATE = RunState(
     skipped_in_a_row={"policy/skipped_steps": 1}, roles={"actor": RoleState("tp 2, pp 1", 2), "critic": RoleState("tp 1, pp 1", 2)},
     versions={"flowrl": "0.4"},
 )  # fmt: skip
-SHARDS = ("actor/__0_0.distcp", "actor/__1_0.distcp", "actor/common.pt", "critic/__0_0.distcp")
+SHARDS = (
+    "actor/__0_0.distcp", "actor/__1_0.distcp", "actor/common.pt", "actor/.metadata", "actor/metadata.json",
+    "critic/__0_0.distcp", "critic/common.pt", "critic/.metadata", "critic/metadata.json",
+)  # fmt: skip
 
 
 class Killed(BaseException):
@@ -213,7 +216,7 @@ def test_a_state_that_makes_no_sense_is_a_problem_in_words(tmp_path: Path, chang
     for name in SHARDS:
         (partial / name).parent.mkdir(exist_ok=True)
         (partial / name).touch()
-    store.commit(STATE, "", [digest_file(partial, name) for name in SHARDS])
+    store.commit(STATE, "step: 4\n", [digest_file(partial, name) for name in SHARDS])
     raw = json.loads(STATE.to_json())
     text = json.dumps(raw | change) if isinstance(change, dict) else "{}"
     if isinstance(change, str):
