@@ -18,7 +18,6 @@ from flowrl.config.schema import Config
 from flowrl.config.tree import ConfigError
 from flowrl.console import StepConsole
 
-
 SHARD = "__0_0.distcp"
 
 

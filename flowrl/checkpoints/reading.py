@@ -8,8 +8,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from yaml import MappingStartEvent, SafeLoader, YAMLError, parse, safe_load  # type: ignore[import-untyped]
-from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, DocumentStartEvent, NodeEvent  # type: ignore[import-untyped]
+from yaml import SafeLoader, YAMLError, parse, safe_load  # type: ignore[import-untyped]
+from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, NodeEvent  # type: ignore[import-untyped]
 
 MANIFEST_BYTES = 64 << 20
 TEXT_BYTES = 1 << 20
@@ -53,27 +53,30 @@ def check_yaml(text: str, name: str) -> None:
     Anchors and tags are refused: with aliases some hundred bytes stand for any number of values.
     """
     try:
-        _check_events(text, name)
-        safe_load(text)
-    except (YAMLError, OverflowError) as error:
-        raise ValueError(f"{name} is damaged: it is not YAML: {' '.join(str(error).split())[:200]}") from None
+        problem = _plain(text)
+        if problem is None and not isinstance(safe_load(text), dict):
+            problem = "it is no mapping of sections"
+    except (YAMLError, OverflowError, ValueError) as error:
+        problem = f"it is not YAML: {' '.join(str(error).split())[:200]}"
+    if problem:
+        raise ValueError(f"{name} is damaged: {problem}")
 
 
-def _check_events(text: str, name: str) -> None:
-    depth, top = 0, False
+def _plain(text: str) -> str | None:
+    """What keeps YAML from being plain and shallow, in words. Looks at its events, so that nothing is built yet."""
+    depth = 0
     for event in parse(text, Loader=SafeLoader):
         if isinstance(event, NodeEvent):
-            if top and not isinstance(event, MappingStartEvent):
-                raise ValueError(f"{name} is damaged: it is no mapping of sections")
-            if isinstance(event, AliasEvent) or event.anchor is not None or event.tag is not None:
-                raise ValueError(f"{name} is damaged: it has an anchor, an alias or a tag, which no checkpoint has")
+            tag = None if isinstance(event, AliasEvent) else event.tag
+            if event.anchor is not None or tag is not None:
+                return "it has an anchor, an alias or a tag, which no checkpoint has"
         if isinstance(event, CollectionStartEvent):
             depth += 1
             if depth > DEPTH:
-                raise ValueError(f"{name} is damaged: it is nested more than {DEPTH} deep")
+                return f"it is nested more than {DEPTH} deep"
         elif isinstance(event, CollectionEndEvent):
             depth -= 1
-        top = isinstance(event, DocumentStartEvent)
+    return None
 
 
 def shown(value: object) -> str:
