@@ -264,8 +264,10 @@ def test_too_little_room_is_told_before_a_save_begins(tmp_path: Path, monkeypatc
     save(store, 3)
     Usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(store_module.shutil, "disk_usage", lambda path: Usage(10, 8, store.last_bytes() - 1))
-    with pytest.raises(SaveError, match=r"has \d+ bytes free, and a checkpoint takes about \d+"):
+    with pytest.raises(SaveError, match=r"has \d+ bytes free, and a checkpoint takes about \d+, .*make room there$"):
         store.begin(4)
+    with pytest.raises(SaveError, match=r"keep fewer: trainer.keep_checkpoints=0 keeps all"):
+        CheckpointStore(tmp_path, keep=0).begin(4)
     monkeypatch.setattr(store_module.shutil, "disk_usage", lambda path: Usage(10, 8, store.last_bytes()))
     store.begin(4)
 
