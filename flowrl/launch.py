@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -83,7 +83,8 @@ def _outlook_of(start: StartPoint, config: Config) -> str:
 
 
 def _train(train: Callable[[Run], None], config: Config) -> int:
-    folder = user_path(config.run.dir)
+    # The folder itself is locked and set aside, and not a link to it.
+    folder = user_path(config.run.dir).resolve()
     with ExitStack() as stack:
         stack.enter_context(_gone_if_refused(folder))
         try:
@@ -138,24 +139,28 @@ def _how_to_go_on(run: Run, stopped: Stopped) -> str:
 
 @contextmanager
 def _gone_if_refused(folder: Path) -> Iterator[None]:
-    """Removes a folder that was made inside for a run whose configuration is then refused."""
+    """Removes a folder that was made inside for a run whose configuration is then refused, and parents left empty."""
     try:
         existed = folder.exists()
+        new = [parent for parent in folder.parents if not parent.exists()]
     except OSError:
-        existed = True
+        existed, new = True, []
     try:
         yield
     except ConfigError:
         if not existed:
             shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                for parent in new:
+                    parent.rmdir()
         raise
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Keeps other runs out of the folder. The lock lies beside it, so that it stays when the folder is moved."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     path = run_lock(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         while True:
             file = stack.enter_context(path.open("w"))
@@ -168,8 +173,10 @@ def _alone(folder: Path) -> Iterator[None]:
             # Its holder may have removed it between the two; then this lock keeps nobody out.
             if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 break
-        yield
-        path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _set_aside(folder: Path) -> Path | None:

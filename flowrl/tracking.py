@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,10 @@ from typing import Any, Protocol
 
 from flowrl.checkpoints.files import Files, replace_text
 from flowrl.config.schema import Config
+from flowrl.config.tree import ConfigError
 from flowrl.single_controller import Span
+
+logger = logging.getLogger("flowrl")
 
 
 class Logger(Protocol):
@@ -60,18 +64,46 @@ def cut_back(folder: Path, step: int) -> list[dict[str, float]]:
     metrics of the steps that stay, null as not-a-number.
 
     A last line that a dying process has not finished goes too. The file is the old or the new one at any moment.
+    Error: `ConfigError` where the file or what shall be removed is not what a run writes.
     """
     path, kept, history = folder / "metrics.jsonl", [], []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+    for line in _lines(path):
         row = _row(line)
         if row is not None and row["step"] <= step:
             kept.append(line)
             history.append({name: math.nan if value is None else value for name, value in row.items()})
     replace_text(Files(), path, "".join(kept))
     for later in (*folder.glob("samples/step_*.jsonl"), *folder.glob("profile/step_*.json")):
-        if int(later.stem.removeprefix("step_")) > step:
-            later.unlink()
+        number = later.stem.removeprefix("step_")
+        if number.isdecimal() and int(number) > step:
+            try:
+                later.unlink()
+            except OSError as error:
+                raise ConfigError(
+                    f"{later} is of a later step and cannot be removed: {error.strerror}; remove it"
+                ) from None
+    present = {row["step"] for row in history}
+    absent = next((number for number in range(1, step + 1) if number not in present), None)
+    if absent is not None:
+        logger.warning(
+            "%s has no line of step %d, which is done: the run goes on without what is missing there", path, absent
+        )
     return history
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    if not path.is_file():
+        raise ConfigError(f"{path} is no regular file; remove it, and the run goes on without earlier metrics")
+    try:
+        return path.read_bytes().decode("utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"{path} is not UTF-8 text, as a run writes it; mend or remove it, and the run goes on without earlier metrics"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; mend that or give another run.dir") from None
 
 
 def _row(line: str) -> dict[str, Any] | None:
@@ -80,7 +112,7 @@ def _row(line: str) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 

@@ -12,10 +12,13 @@ from flowrl.checkpointing import Checkpointing
 from flowrl.checkpoints.manifest import FileDigest, digest_file
 from flowrl.checkpoints.start import StartPoint, find_start, trained_roles, versions
 from flowrl.checkpoints.state import RunState
+from flowrl.checkpoints.store import ROLE_FILES
 from flowrl.config.compose import compose
 from flowrl.config.schema import Config
 from flowrl.config.tree import ConfigError
 from flowrl.console import StepConsole
+
+SHARD = "__0_0.distcp"
 
 
 class Role:
@@ -33,11 +36,14 @@ class Role:
         self.calls.append("finish")
         if self._written == "nan":
             raise ValueError("weight.x holds a number that is not finite")
-        (self._folder / "shard").write_text(self._written)
-        return [(digest_file(self._folder, "shard"),), ()]
+        (self._folder / SHARD).write_text(self._written)
+        names = (SHARD, *ROLE_FILES)
+        for name in ROLE_FILES:
+            (self._folder / name).touch()
+        return [tuple(digest_file(self._folder, name) for name in names), ()]
 
     def load_state(self, folder: str) -> str:
-        self.weight = float((Path(folder) / "shard").read_text())
+        self.weight = float((Path(folder) / SHARD).read_text())
         return "weights"
 
     def reload(self) -> None:
@@ -73,7 +79,7 @@ def test_a_checkpoint_has_the_tensors_of_its_step_and_waits_for_its_metrics(tmp_
     checkpoints.complete()
     checkpoints.complete()
     assert names(tmp_path) == {"step_1"} and actor.calls == ["save", "finish"]
-    assert (tmp_path / "checkpoints" / "step_1" / "actor" / "shard").read_text() == "1.5"
+    assert (tmp_path / "checkpoints" / "step_1" / "actor" / SHARD).read_text() == "1.5"
     start = find_start(config)
     assert start.step == 1
     again, _, out = made(tmp_path, start, "cluster.devices=2", "actor.layout.tp=2")

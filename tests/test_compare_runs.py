@@ -44,6 +44,8 @@ def write_checkpoint(run: Path, step: int, tensors: dict[str, torch.Tensor], **s
         "skipped_in_a_row": {}, "roles": {"actor": RoleState("tp 1, pp 1", 1)}, "versions": {},
     }  # fmt: skip
     (folder / "state.json").write_text(RunState(**(fields | state)).to_json())  # type: ignore[arg-type]
+    for name in ("common.pt", "metadata.json"):
+        (folder / "actor" / name).touch()
     (folder / "config.yaml").write_text(f"run: {run.name}\n")
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     write_manifest(Files(), folder, [digest_file(folder, path) for path in files])

@@ -4,7 +4,10 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from flowrl.config.compose import compose
+from flowrl.config.tree import ConfigError
 from flowrl.tracking import Tracker, cut_back
 
 
@@ -38,6 +41,28 @@ def test_a_resumed_run_forgets_later_steps_and_goes_on(tmp_path: Path) -> None:
 def test_a_folder_without_metrics_can_be_gone_on_with(tmp_path: Path) -> None:
     assert cut_back(tmp_path, 3) == []
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_metrics_that_no_run_has_written_are_an_error_with_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "caf\xe9": 1}\n')
+    with pytest.raises(ConfigError, match=r"metrics.jsonl is not UTF-8"):
+        cut_back(tmp_path, 1)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"metrics.jsonl is no regular file"):
+        cut_back(tmp_path, 1)
+
+
+def test_steps_without_a_line_are_a_warning_and_strange_names_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 3}\n')
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step_best.jsonl").touch()
+    assert cut_back(tmp_path, 3) == [{"step": 1}, {"step": 3}]
+    assert "metrics.jsonl has no line of step 2" in caplog.text
+    assert (tmp_path / "samples" / "step_best.jsonl").exists()
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from flowrl.checkpoints.files import Files
+from flowrl.checkpoints.reading import MANIFEST_BYTES, parse_json, read_small, shown
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -62,15 +64,10 @@ def read_manifest(root: Path) -> tuple[FileDigest, ...]:
 
     Error: `ValueError` saying what is wrong with the list.
     """
-    try:
-        raw = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{MANIFEST} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise ValueError(f"{MANIFEST} is damaged: it is not JSON") from None
+    raw = parse_json(read_small(root, MANIFEST, MANIFEST_BYTES), MANIFEST)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         found = raw.get("format") if isinstance(raw, dict) else None
-        raise ValueError(f"{MANIFEST} has format {found!r}; this version reads format {FORMAT}")
+        raise ValueError(f"{MANIFEST} has format {shown(found)}; this version reads format {FORMAT}")
     rows = raw.get("files")
     if not isinstance(rows, dict):
         raise ValueError(f"{MANIFEST} is damaged: it has no table of files")
@@ -79,8 +76,9 @@ def read_manifest(root: Path) -> tuple[FileDigest, ...]:
 
 def _digest(path: str, row: object) -> FileDigest:
     inside = PurePosixPath(path)
-    if inside.is_absolute() or ".." in inside.parts or not inside.parts:
-        raise ValueError(f"{MANIFEST} is damaged: {path!r} is not a file of the checkpoint")
+    # Two spellings of one name would let a file be compared under the one and read under the other.
+    if inside.is_absolute() or ".." in inside.parts or str(inside) != path or not path.isprintable():
+        raise ValueError(f"{MANIFEST} is damaged: {shown(path)} is not a file of the checkpoint")
     match row:
         case {"bytes": int(size), "sha256": str(sha256)}:
             return FileDigest(path, size, sha256)
@@ -91,10 +89,15 @@ def verify(root: Path) -> list[str]:
     """What keeps the folder from being a complete checkpoint, each problem in words; empty where it is complete.
 
     Sizes are compared first, and contents only where all sizes are right: a truncated checkpoint is told at once. Files
-    that the manifest does not list are no problem, and nothing reads them.
+    that the manifest does not list are the business of `unlisted`.
     """
-    if not root.is_dir():
-        return ["it is not a folder" if root.exists() else "there is no such folder"]
+    try:
+        if not stat.S_ISDIR(root.stat().st_mode):
+            return ["it is not a folder"]
+    except FileNotFoundError:
+        return ["there is no such folder"]
+    except OSError as error:
+        return [f"it cannot be read: {error.strerror}"]
     try:
         listed = read_manifest(root)
     except ValueError as error:
@@ -113,10 +116,15 @@ def size_problems(root: Path, listed: Iterable[FileDigest]) -> list[str]:
 
 
 def _size_problem(root: Path, expected: FileDigest) -> str | None:
-    path = root / expected.path
-    if not path.is_file():
+    try:
+        found = (root / expected.path).stat()
+    except (FileNotFoundError, NotADirectoryError):
         return f"{expected.path} is missing ({expected.bytes} bytes)"
-    size = path.stat().st_size
+    except OSError as error:
+        return f"{expected.path} cannot be read: {error.strerror}"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{expected.path} is no regular file"
+    size = found.st_size
     if size == expected.bytes:
         return None
     return (
@@ -134,9 +142,15 @@ def _content_problem(root: Path, expected: FileDigest) -> str | None:
     return f"{expected.path} is damaged: sha256 {found.sha256[:12]}..., the manifest has {expected.sha256[:12]}..."
 
 
+def unlisted(root: Path, folder: str, listed: Iterable[str]) -> list[str]:
+    """Files below `root/folder` that are not in the list, paths relative to `root`. Error: `OSError`."""
+    known = set(listed)
+    return sorted(path for each in _files(root / folder) if (path := f"{folder}/{each}") not in known)
+
+
 def _files(root: Path) -> list[str]:
-    """Every file under the folder but its manifest."""
-    found = (path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir())
+    """Every file under the folder but its manifest; links to folders count, since they are not followed."""
+    found = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_symlink() or not path.is_dir())
     return [path for path in found if path != MANIFEST]
 
 

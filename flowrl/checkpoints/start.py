@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from flowrl.checkpoints.state import RoleState
-from flowrl.checkpoints.store import Checkpoint, CheckpointStore, open_checkpoint
-from flowrl.config.changes import changes
+from flowrl.checkpoints.store import Checkpoint, CheckpointStore, Found, open_checkpoint
+from flowrl.config.changes import changes, keys
 from flowrl.config.paths import user_path
 from flowrl.config.plan import layout_words
 from flowrl.config.schema import Config
-from flowrl.config.tree import ConfigError
+from flowrl.config.tree import ConfigError, nearest
 from flowrl.config.units import pool_of
 
 FOLDER = "checkpoints"
@@ -52,15 +52,44 @@ def find_start(config: Config) -> StartPoint:
     if resume == "never":
         return StartPoint()
     if resume == "auto":
-        found = CheckpointStore(own, config.trainer.keep_checkpoints).newest()
+        found = _newest(config, own)
         if found.checkpoint is None:
+            _check_allowed(config, ())
             return StartPoint(warnings=found.skipped)
-        checkpoint, skipped = found.checkpoint, found.skipped
+        checkpoint, skipped, in_place = found.checkpoint, found.skipped, True
     else:
         checkpoint, skipped = _named(user_path(resume)), ()
+        in_place = _lies_in(checkpoint.folder, own)
     _check(config, checkpoint)
-    in_place = checkpoint.folder.resolve().parent == own.resolve()
     return StartPoint(checkpoint, in_place, (*skipped, *_other_versions(checkpoint)))
+
+
+def _newest(config: Config, own: Path) -> Found:
+    try:
+        if own.exists() and not own.is_dir():
+            raise ConfigError(
+                f"{own} is a file, and checkpoints lie in a folder of this name; remove it or give another run.dir"
+            )
+        return CheckpointStore(own, config.trainer.keep_checkpoints).newest()
+    except OSError as error:
+        raise ConfigError(f"{own} cannot be read: {error.strerror}; mend that or give another run.dir") from None
+
+
+def _lies_in(folder: Path, own: Path) -> bool:
+    """Whether the checkpoint is one of `own`, the folder of this run's checkpoints, links followed or not.
+
+    Error: `ConfigError` where it lies elsewhere in `run.dir`, which would be set aside with the checkpoint in it.
+    """
+    real, run = folder.resolve(), own.parent.resolve()
+    unfollowed = folder.parent.resolve() / folder.name
+    if own.resolve() in (real.parent, unfollowed.parent):
+        return True
+    if real.is_relative_to(run) or unfollowed.is_relative_to(run):
+        raise ConfigError(
+            f"trainer.resume={folder} lies in run.dir={own.parent} but not in its {FOLDER}/, and this run would set run.dir aside with it; "
+            f"give another run.dir, or move the checkpoint out of run.dir or to {own / folder.name}"
+        )
+    return False
 
 
 def find_restart(config: Config, first: StartPoint) -> StartPoint:
@@ -96,6 +125,7 @@ def _check(config: Config, checkpoint: Checkpoint) -> None:
         changed = changes(checkpoint.config, config)
     except ConfigError as error:
         raise ConfigError(f"{checkpoint.folder / 'config.yaml'}: {error}") from None
+    _check_allowed(config, [change.key for change in changed])
     refused = [change for change in changed if change.key not in config.trainer.resume_allow]
     if refused:
         lines = [f"  {change.key}: {change.before} in the checkpoint, {change.now} now" for change in refused]
@@ -110,6 +140,14 @@ def _check(config: Config, checkpoint: Checkpoint) -> None:
                 ]
             )
         )
+
+
+def _check_allowed(config: Config, changed: Iterable[str]) -> None:
+    """Error: `ConfigError` where `trainer.resume_allow` has a key that neither this version nor the checkpoint has."""
+    known = {*keys(config), *changed}
+    wrong = [f"unknown key {key}{nearest(key, known)}" for key in config.trainer.resume_allow if key not in known]
+    if wrong:
+        raise ConfigError(*(f"trainer.resume_allow: {each}" for each in wrong))
 
 
 def check_data(config: Config, checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:

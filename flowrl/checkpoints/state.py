@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from flowrl.checkpoints.reading import parse_json, shown
+
 STATE = "state.json"
 Value = TypeVar("Value")
 
@@ -46,10 +48,7 @@ class RunState:
 
 def parse_state(text: str) -> RunState:
     """The state that `to_json` wrote, every field checked. Error: `ValueError` saying which field is wrong."""
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{STATE} is damaged: it is not JSON") from None
+    raw = parse_json(text, STATE)
     if not isinstance(raw, dict):
         raise ValueError(f"{STATE} is damaged: it is no object")
     return RunState(
@@ -59,7 +58,7 @@ def parse_state(text: str) -> RunState:
         kl_coefficient=_field(raw, "kl_coefficient", _number),
         data=_field(raw, "data", _table(_text)),
         skipped_in_a_row=_field(raw, "skipped_in_a_row", _table(_count)),
-        roles=_field(raw, "roles", _table(_role)),
+        roles=_field(raw, "roles", _roles),
         versions=_field(raw, "versions", _table(_text)),
     )
 
@@ -69,8 +68,8 @@ def _field(raw: Mapping[str, Any], name: str, parse: Callable[[Any], Value]) -> 
         raise ValueError(f"{STATE} is damaged: it has no {name}")
     try:
         return parse(raw[name])
-    except (TypeError, KeyError):
-        raise ValueError(f"{STATE} is damaged: {name}={raw[name]!r}") from None
+    except (TypeError, KeyError, OverflowError):
+        raise ValueError(f"{STATE} is damaged: {name}={shown(raw[name])}") from None
 
 
 def _count(value: Any) -> int:
@@ -89,6 +88,14 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(value)
     return value
+
+
+def _roles(value: Any) -> Mapping[str, RoleState]:
+    roles = _table(_role)(value)
+    # They are names of folders.
+    if not all(role.isascii() and role.isidentifier() for role in roles):
+        raise TypeError(value)
+    return roles
 
 
 def _role(value: Any) -> RoleState:

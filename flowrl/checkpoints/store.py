@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from flowrl.checkpoints.files import Files
 from flowrl.checkpoints.manifest import (
+    MANIFEST,
     FileDigest,
     digest_file,
     read_manifest,
     size_problems,
+    unlisted,
     verify,
     write_manifest,
 )
+from flowrl.checkpoints.reading import TEXT_BYTES, check_yaml, read_small
 from flowrl.checkpoints.state import STATE, RunState, parse_state
 
 CONFIG = "config.yaml"
+ROLE_FILES = (".metadata", "common.pt", "metadata.json")
+"""What every role's folder has, beside at least one `.distcp` with tensors."""
 
 
 class SaveError(RuntimeError):
@@ -56,17 +61,39 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     problems = verify(folder)
     if problems:
         raise ValueError("\n".join(problems))
-    try:
-        state = parse_state((folder / STATE).read_text(encoding="utf-8"))
-        config = (folder / CONFIG).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{Path(str(error.filename)).name} cannot be read: {error.strerror}") from None
-    absent = [role for role in state.roles if not (folder / role).is_dir()]
-    if absent:
-        raise ValueError("\n".join(f"{role}/ is missing" for role in absent))
+    listed = {each.path for each in read_manifest(folder)}
+    _no_problems(f"{name} is not in {MANIFEST}" for name in (STATE, CONFIG) if name not in listed)
+    state = parse_state(read_small(folder, STATE, TEXT_BYTES))
+    config = read_small(folder, CONFIG, TEXT_BYTES)
+    check_yaml(config, CONFIG)
+    _no_problems(problem for role in state.roles for problem in _role_problems(folder, role, listed))
     if folder.name != name_of(state.step):
         raise ValueError(f"{STATE} is of step {state.step}; a checkpoint's folder must be called {name_of(state.step)}")
     return Checkpoint(folder, state, config)
+
+
+def _role_problems(folder: Path, role: str, listed: Collection[str]) -> Iterator[str]:
+    """What keeps a role's files from being a whole Megatron-core checkpoint whose every file is in the manifest."""
+    own = {path.removeprefix(f"{role}/") for path in listed if path.startswith(f"{role}/")}
+    if not own:
+        yield f"{role}/ is missing: {MANIFEST} lists no file of it"
+        return
+    for name in ROLE_FILES:
+        if name not in own:
+            yield f"{role}/{name} is not in {MANIFEST}"
+    if not any("/" not in name and name.endswith(".distcp") for name in own):
+        yield f"{role}/*.distcp: none is in {MANIFEST}"
+    try:
+        for path in unlisted(folder, role, listed):
+            yield f"{path!r} is there and not in {MANIFEST}"
+    except OSError as error:
+        yield f"{role}/ cannot be read: {error.strerror}"
+
+
+def _no_problems(problems: Iterable[str]) -> None:
+    found = list(problems)
+    if found:
+        raise ValueError("\n".join(found))
 
 
 def name_of(step: int) -> str:
@@ -86,7 +113,7 @@ class CheckpointStore:
         """Steps that have an entry, complete or not, in ascending order."""
         if not self.folder.is_dir():
             return []
-        found = (re.fullmatch(r"step_(0|[1-9]\d*)", path.name) for path in self.folder.iterdir())
+        found = (re.fullmatch(r"step_(0|[1-9][0-9]*)", path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
     def newest(self) -> Found:
@@ -135,12 +162,22 @@ class CheckpointStore:
             if free < needed:
                 raise SaveError(
                     f"step_{step}: {self.folder} has {free} bytes free, and a checkpoint takes about {needed}, as the last one; "
-                    "make room there, or lower trainer.keep_checkpoints"
+                    + self._room_advice()
                 )
             self._files.make_folder(partial)
         except OSError as error:
             raise self.failed(step, error) from error
         return partial
+
+    def _room_advice(self) -> str:
+        if self._keep == 1:
+            return "make room there"
+        fewer = (
+            f"lower trainer.keep_checkpoints={self._keep}"
+            if self._keep
+            else "keep fewer: trainer.keep_checkpoints=0 keeps all"
+        )
+        return f"make room there, or {fewer}"
 
     def commit(self, state: RunState, config: str, digests: Iterable[FileDigest]) -> Path:
         """Completes what `begin` began: `digests` are of the files that the roles have written, relative to that folder.

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from flowrl.config.compose import to_yaml
+from flowrl.config.compose import Recipe, to_yaml
 from flowrl.config.effect import effective
 from flowrl.config.schema import VARIANTS, Config
 from flowrl.config.tree import ConfigError, flatten, knobs, show
@@ -52,6 +52,12 @@ def changes(before: str, config: Config) -> tuple[Change, ...]:
     return tuple(found)
 
 
+def keys(config: Config) -> frozenset[str]:
+    """Every key that a change can be of: the configuration's, those of the built-in variants, and the config groups."""
+    variants = (knobs(kind, f"{group}.") for group, kinds in Recipe().variants().items() for kind in kinds.values())
+    return frozenset([*_flat(to_yaml(config)), *VARIANTS, *(key for table in variants for key in table)])
+
+
 def _bound(config: Config) -> Callable[[str], bool]:
     """Whether a key of the fixed tree binds a resumed run."""
     known = knobs(Config)
@@ -70,7 +76,7 @@ def _bound(config: Config) -> Callable[[str], bool]:
 def _flat(text: str) -> Mapping[str, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"not a configuration: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError("not a configuration: no mapping of sections")

@@ -16,5 +16,7 @@ def user_path(text: str | Path) -> Path:
 
 
 def run_lock(folder: Path) -> Path:
-    """The lock of a run's folder. It lies beside it, so that it stays when the folder is moved."""
+    """The lock of a run's folder. It lies beside it, so that it stays when the folder is moved; beside the folder itself
+    where `folder` is a link, since other names lead to it too."""
+    folder = folder.resolve()
     return folder.with_name(f".{folder.name}.lock")

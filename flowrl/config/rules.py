@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -252,7 +253,7 @@ def _trainer(config: Config, facts: Facts) -> Iterator[str]:
         yield "trainer.loggers=[wandb] needs the package `wandb`, which is not installed (pip install 'flowrl[wandb]')"
     if config.trainer.eval_every and "trainer.eval_every" in facts.given and not config.data.eval_files:
         yield f"trainer.eval_every={config.trainer.eval_every} with data.eval_files=[]: there is nothing to evaluate on; give files or trainer.eval_every=0"
-    if config.trainer.resume not in ("auto", "never") and not user_path(config.trainer.resume).is_dir():
+    if config.trainer.resume not in ("auto", "never") and not os.path.isdir(user_path(config.trainer.resume)):
         yield f"trainer.resume={config.trainer.resume} is no folder; legal: auto, never, or the folder of a checkpoint (.../checkpoints/step_N)"
     folder = user_path(config.run.dir)
     if str(folder).startswith("~"):
@@ -260,5 +261,10 @@ def _trainer(config: Config, facts: Facts) -> Iterator[str]:
     try:
         if folder.exists() and not folder.is_dir():
             yield f"run.dir={config.run.dir} is a file; give a folder"
+        if not folder.resolve().name:
+            yield f"run.dir={config.run.dir} is the root of the file system, beside which nothing can lie; give a folder below it"
     except OSError as error:
         yield f"run.dir={folder} cannot be used: {error.strerror}; give a folder that can be written"
+    except RuntimeError:
+        # What `resolve` raises for a link that leads to itself.
+        yield f"run.dir={folder} is a link that leads to itself; give a folder that can be written"

@@ -25,7 +25,11 @@ def save(folder: Path, step: int, made_with: Config, **changes: object) -> Path:
     partial = store.begin(step)
     (partial / "actor").mkdir()
     (partial / "critic").mkdir()
-    names = ("actor/shard", "critic/shard")
+    names = [
+        f"{role}/{name}"
+        for role in ("actor", "critic")
+        for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp")
+    ]
     for name in names:
         (partial / name).write_text(name)
     state = RunState(
@@ -69,16 +73,20 @@ def test_a_damaged_newest_is_passed_over_with_a_warning_and_refused_by_its_path(
     """CKP-01."""
     for step in (4, 8):
         save(tmp_path, step, config(tmp_path))
-    shard = tmp_path / "checkpoints" / "step_8" / "critic" / "shard"
+    shard = tmp_path / "checkpoints" / "step_8" / "critic" / "__0_0.distcp"
     shard.write_text("crit")
     start = find_start(config(tmp_path))
     assert start.step == 4
-    assert start.warnings == ("step_8 is not complete and was skipped: critic/shard is truncated: 4 of 12 bytes",)
+    assert start.warnings == (
+        "step_8 is not complete and was skipped: critic/__0_0.distcp is truncated: 4 of 19 bytes",
+    )
     path = tmp_path / "checkpoints" / "step_8"
-    with pytest.raises(ConfigError, match=r"step_8 is not a complete checkpoint: critic/shard is truncated: 4 of 12"):
+    with pytest.raises(
+        ConfigError, match=r"step_8 is not a complete checkpoint: critic/__0_0.distcp is truncated: 4 of 19"
+    ):
         find_start(config(tmp_path, f"trainer.resume={path}"))
     shard.unlink()
-    with pytest.raises(ConfigError, match="critic/shard is missing"):
+    with pytest.raises(ConfigError, match="critic/__0_0.distcp is missing"):
         find_start(config(tmp_path, f"trainer.resume={path}"))
 
 
@@ -143,3 +151,48 @@ def test_after_a_failure_the_newest_checkpoint_counts_whatever_the_run_began_wit
         assert find_restart(began, first).checkpoint == first.checkpoint
     save(tmp_path / "run", 8, began)
     assert find_restart(began, first).step == 8 and find_restart(began, first).in_place
+
+
+def test_a_link_in_checkpoints_and_a_link_to_run_dir_are_in_place(tmp_path: Path) -> None:
+    """CKP-01: the run goes on where it is, however its folder and its checkpoint are named."""
+    save(tmp_path / "real", 4, config(tmp_path / "real"))
+    elsewhere = tmp_path / "large_disk"
+    elsewhere.mkdir()
+    step = tmp_path / "real" / "checkpoints" / "step_4"
+    step.rename(elsewhere / "step_4")
+    step.symlink_to(elsewhere / "step_4")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for run in ("real", "link"):
+        for resume in ("auto", str(step), str(tmp_path / "link" / "checkpoints" / "step_4")):
+            assert find_start(config(tmp_path / run, f"trainer.resume={resume}")).in_place, (run, resume)
+    assert not find_start(config(tmp_path / "real", f"trainer.resume={elsewhere / 'step_4'}")).in_place
+
+
+def test_a_checkpoint_elsewhere_in_run_dir_is_refused_since_run_dir_would_be_set_aside(tmp_path: Path) -> None:
+    path = save(tmp_path / "run", 8, config(tmp_path / "run"))
+    (tmp_path / "run" / "backup").mkdir()
+    path.rename(tmp_path / "run" / "backup" / "step_8")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for base in ("run", "link"):
+        backup = tmp_path / base / "backup" / "step_8"
+        with pytest.raises(
+            ConfigError, match=r"lies in run.dir=.* but not in its checkpoints/.*give another run.dir, or move"
+        ):
+            find_start(config(tmp_path / "run", f"trainer.resume={backup}"))
+    assert find_start(config(tmp_path / "other", f"trainer.resume={backup}")).step == 8
+
+
+def test_a_key_that_nobody_has_cannot_be_allowed(tmp_path: Path) -> None:
+    for step in (4, 8):
+        with pytest.raises(
+            ConfigError, match=r"resume_allow: unknown key actor.optim.lrr; did you mean actor.optim.lr\?"
+        ):
+            find_start(config(tmp_path, "trainer.resume_allow=[actor.optim.lrr]"))
+        find_start(config(tmp_path, "trainer.resume_allow=[actor.optim.lr,kl,data.train_files]"))
+        save(tmp_path, step, config(tmp_path))
+
+
+def test_a_file_in_place_of_checkpoints_is_told(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(ConfigError, match=r"checkpoints is a file, and checkpoints lie in a folder"):
+        find_start(config(tmp_path))

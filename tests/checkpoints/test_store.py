@@ -20,7 +20,10 @@ STATE = RunState(
     skipped_in_a_row={"policy/skipped_steps": 1}, roles={"actor": RoleState("tp 2, pp 1", 2), "critic": RoleState("tp 1, pp 1", 2)},
     versions={"flowrl": "0.4"},
 )  # fmt: skip
-SHARDS = ("actor/__0_0.distcp", "actor/__1_0.distcp", "actor/common.pt", "critic/__0_0.distcp")
+SHARDS = (
+    "actor/__0_0.distcp", "actor/__1_0.distcp", "actor/common.pt", "actor/.metadata", "actor/metadata.json",
+    "critic/__0_0.distcp", "critic/common.pt", "critic/.metadata", "critic/metadata.json",
+)  # fmt: skip
 
 
 class Killed(BaseException):
@@ -213,7 +216,7 @@ def test_a_state_that_makes_no_sense_is_a_problem_in_words(tmp_path: Path, chang
     for name in SHARDS:
         (partial / name).parent.mkdir(exist_ok=True)
         (partial / name).touch()
-    store.commit(STATE, "", [digest_file(partial, name) for name in SHARDS])
+    store.commit(STATE, "step: 4\n", [digest_file(partial, name) for name in SHARDS])
     raw = json.loads(STATE.to_json())
     text = json.dumps(raw | change) if isinstance(change, dict) else "{}"
     if isinstance(change, str):
@@ -261,8 +264,10 @@ def test_too_little_room_is_told_before_a_save_begins(tmp_path: Path, monkeypatc
     save(store, 3)
     Usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(store_module.shutil, "disk_usage", lambda path: Usage(10, 8, store.last_bytes() - 1))
-    with pytest.raises(SaveError, match=r"has \d+ bytes free, and a checkpoint takes about \d+"):
+    with pytest.raises(SaveError, match=r"has \d+ bytes free, and a checkpoint takes about \d+, .*make room there$"):
         store.begin(4)
+    with pytest.raises(SaveError, match=r"keep fewer: trainer.keep_checkpoints=0 keeps all"):
+        CheckpointStore(tmp_path, keep=0).begin(4)
     monkeypatch.setattr(store_module.shutil, "disk_usage", lambda path: Usage(10, 8, store.last_bytes()))
     store.begin(4)
 
