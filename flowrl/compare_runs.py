@@ -6,6 +6,8 @@ Compared are metrics, samples, the checkpoints and exports that both have, tenso
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +33,8 @@ TIMES = ("seconds/", "memory/")
 TIME_ENDINGS = ("_seconds", "tokens_per_second")
 STATE_FIELDS = ("step", "kl_coefficient", "data", "skipped_in_a_row")
 """What a checkpoint says of its run, without the run's name, layouts and versions."""
+NUMBER = re.compile("0|[1-9][0-9]{0,17}")
+"""A step as flowrl writes it, in names of files too."""
 
 
 def by_nature(metric: str) -> bool:
@@ -75,16 +79,28 @@ def _metrics(folder: Path, from_step: int) -> dict[int, dict[str, Any]]:
     path, rows = folder / "metrics.jsonl", {}
     if not path.is_file():
         raise ValueError(f"{folder} is not the folder of a run: it has no metrics.jsonl")
-    for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
+    for number, line in enumerate(_text(path).split("\n")[:-1], 1):
         try:
             row = json.loads(line)
-            step = int(row.pop("step"))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{path}, line {number} is not the metrics of a step: {line[:80]}") from None
+        except (ValueError, RecursionError):
+            row = None
+        plain = isinstance(row, dict) and not any(isinstance(value, dict | list) for value in row.values())
+        if not plain or type(step := row.pop("step", None)) is not int:
+            raise ValueError(f"{path}, line {number} is not the metrics of a step: {line[:80]}")
         if step in rows:
             raise ValueError(f"{path}, line {number}: step {step} is there twice")
         rows[step] = row
     return {step: row for step, row in rows.items() if step >= from_step}
+
+
+def _text(path: Path) -> str:
+    """Every character as it is, ends of lines too. Error: `ValueError` with the path where it cannot be read."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
 
 
 def _compare_metrics(a: Path, b: Path, from_step: int, found: Comparison) -> None:
@@ -108,7 +124,7 @@ def _row_differences(step: int, ours: Mapping[str, Any], theirs: Mapping[str, An
             continue
         if (key in ours) != (key in theirs):
             yield f"step {step}, {key}: {_shown(ours, key)} in A, {_shown(theirs, key)} in B"
-        elif ours[key] != theirs[key]:
+        elif repr(ours[key]) != repr(theirs[key]):  # bits: not-a-number equals itself, -0.0 is not 0.0, 1 is not 1.0
             yield f"step {step}, {key}: {_values(ours[key], theirs[key])}"
 
 
@@ -125,13 +141,14 @@ def _compare_samples(a: Path, b: Path, from_step: int, found: Comparison) -> Non
             wrong.append(f"samples of step {step}, row {row + 1}: {shown[0]} in A, {shown[1]} in B")
     found.differences += wrong[:SHOWN]
     if not wrong and ours:
-        found.same.append(f"{sum(map(len, ours.values()))} samples")
+        found.same.append(f"{sum(len(lines) - 1 for lines in ours.values())} samples")
 
 
 def _samples(folder: Path, from_step: int) -> dict[int, list[str]]:
+    """Lines by step; the last is what follows the last end of a line, which is nothing in a whole file."""
     paths = ((path, path.stem.removeprefix("step_")) for path in (folder / "samples").glob("step_*.jsonl"))
     return {
-        int(step): path.read_text().splitlines() for path, step in paths if step.isdigit() and int(step) >= from_step
+        int(step): _text(path).split("\n") for path, step in paths if NUMBER.fullmatch(step) and int(step) >= from_step
     }
 
 
@@ -140,7 +157,7 @@ def _samples(folder: Path, from_step: int) -> dict[int, list[str]]:
 
 def _common(a: Path, b: Path, from_step: int, found: Comparison) -> list[str]:
     """Folders of steps that both have. That one has more is no difference: a run keeps what it was told to keep."""
-    ours, theirs = ({p.name for p in folder.glob("step_*") if p.name[5:].isdigit()} for folder in (a, b))
+    ours, theirs = ({p.name for p in folder.glob("step_*") if NUMBER.fullmatch(p.name[5:])} for folder in (a, b))
     for name, only in (("A", ours - theirs), ("B", theirs - ours)):
         steps = sorted(int(each[5:]) for each in only if int(each[5:]) >= from_step)
         if steps:
@@ -176,6 +193,9 @@ def _compare_checkpoints(a: Path, b: Path, found: Comparison) -> None:
 
 def _compare_exports(a: Path, b: Path, found: Comparison) -> None:
     before, count = len(found.differences), 0
+    for folder in (a, b):
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder")
     names = [{p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} for folder in (a, b)]
     for name in sorted(names[0] ^ names[1]):
         found.differences.append(f"export {a.name}: {name} is in {'A' if name in names[0] else 'B'} only")
@@ -189,11 +209,14 @@ def _compare_exports(a: Path, b: Path, found: Comparison) -> None:
 
 
 def _weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, framework="pt") as opened:
-        for name in sorted(opened.keys()):
-            yield name, opened.get_tensor(name)
+    try:
+        with safe_open(path, framework="pt") as opened:
+            for name in sorted(opened.keys()):
+                yield name, opened.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from None
 
 
 Named = Iterator[tuple[str, "torch.Tensor"]]
@@ -225,6 +248,8 @@ def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str:
 
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{tuple(a.shape)} {a.dtype} in A, {tuple(b.shape)} {b.dtype} in B"
+    if not a.numel():
+        return ""
     rows = [each.contiguous().reshape(-1).view(torch.uint8).reshape(a.numel(), -1) for each in (a, b)]
     other = (rows[0] != rows[1]).any(dim=1)
     count = int(other.sum())
@@ -242,13 +267,21 @@ def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str:
 def _values(a: Any, b: Any) -> str:
     text = f"{a!r} in A, {b!r} in B"
     if isinstance(a, int | float) and isinstance(b, int | float):
-        largest = max(abs(a), abs(b))
-        text += f", relative difference {abs(a - b) / largest if largest else 0.0:.1e}"
+        try:
+            largest = max(abs(a), abs(b))
+            text += f", relative difference {abs(a - b) / largest if largest else 0.0:.1e}"
+        except OverflowError:  # an integer that no float holds
+            return text
     return text
 
 
 def _shown(row: Mapping[str, Any], key: str) -> str:
     return repr(row[key]) if key in row else "absent"
+
+
+def _encodable(text: str, encoding: str) -> str:
+    """Names of files and metrics may hold what the console cannot show."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _ranges(steps: Mapping[int, Any] | Sequence[int]) -> str:
@@ -269,7 +302,7 @@ def parse(arguments: Sequence[str]) -> tuple[Path, Path, int]:
         where = words.index("--from-step")
         from_step = words[where + 1] if where + 1 < len(words) else ""
         del words[where : where + 2]
-    if not from_step.isdigit():
+    if not NUMBER.fullmatch(from_step):
         raise ValueError(f"--from-step {from_step}: give a step, 0 or more\n{USAGE}")
     if len(words) != 2 or any(word.startswith("-") for word in words):
         raise ValueError(f"two folders are compared; given: {' '.join(words) or 'none'}\n{USAGE}")
@@ -283,10 +316,15 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         found = compare(*parse(arguments))
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
+    except (ValueError, OSError) as error:
+        sys.stderr.write(_encodable(f"{error}\n", sys.stderr.encoding))
         return EXIT_BAD_INPUT
-    sys.stdout.write(found.table())
+    try:
+        sys.stdout.write(_encodable(found.table(), sys.stdout.encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough; the interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_DIFFERENT if found.differences else 0
 
 

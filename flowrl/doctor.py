@@ -38,7 +38,6 @@ _STEP_SECONDS = 600
 _STEP = (
     "algorithm=grpo", "kl=none", "model.path=builtin:tiny", "trainer.total_steps=1", "trainer.eval_every=0",
     "trainer.loggers=[]", "data.prompts_per_step=8", "actor.minibatch_prompts=8", "actor.layout.tp=1",
-    "rollout.cuda_graphs=false",
 )  # fmt: skip
 
 
@@ -116,6 +115,7 @@ class Doctor:
     def _step(self, scratch: Path, num_nodes: int) -> None:
         ours = self.config.cluster
         where = [f"cluster.device={ours.device}", f"cluster.devices={all_devices(self.config)}"]
+        where += ["rollout.cuda_graphs=false"] if ours.device == "cuda" else []
         where += [] if ours.address is None else [f"cluster.address={ours.address}"]
         # Where the nodes have no home in common, the built-in model has to lie in the run's folder.
         cache = user_path(self.config.model.cache_dir) if num_nodes == 1 else scratch / "model"

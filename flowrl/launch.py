@@ -7,7 +7,6 @@ import fcntl
 import gc
 import logging
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from flowrl.checkpoints.start import FOLDER, StartPoint, find_start
 from flowrl.checkpoints.store import CheckpointStore
 from flowrl.config.cli import run_main
+from flowrl.config.command import resume_command
 from flowrl.config.compose import Recipe
 from flowrl.config.paths import run_lock, user_path
 from flowrl.config.schema import Config
@@ -134,8 +134,7 @@ def _how_to_go_on(run: Run, stopped: Stopped) -> str:
     steps = CheckpointStore(run.folder / FOLDER, trainer.keep_checkpoints).steps()
     if not steps:
         return f"{where}; there is no checkpoint to go on from (trainer.save_every={trainer.save_every}); run: {run.folder}"
-    given = [word for word in sys.orig_argv if not word.startswith(("trainer.resume=", "run.dir="))]
-    return f"{where}; resumable from step {steps[-1]}: {shlex.join([*given, f'run.dir={run.folder}'])}"
+    return f"{where}; resumable from step {steps[-1]}: {resume_command(sys.orig_argv, run.folder)}"
 
 
 @contextmanager

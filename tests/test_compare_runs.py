@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -155,6 +156,7 @@ def test_earlier_steps_can_be_left_out(runs: tuple[Path, Path]) -> None:
         (["A", "nowhere"], "nowhere is not the folder of a run"),
         (["A", "twice"], "step 1 is there twice"),
         (["A", "noise"], "line 1 is not the metrics of a step"),
+        (["A", "B", "--from-step", "\u00b2"], "--from-step \u00b2"),
     ],
 )
 def test_a_wrong_input_is_one_message_and_exit_2(
@@ -167,6 +169,83 @@ def test_a_wrong_input_is_one_message_and_exit_2(
     assert main([str(parent / each) if each in folders else each for each in arguments]) == 2
     captured = capsys.readouterr()
     assert word in captured.err and not captured.out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": Infinity}',
+        '{"step": 12.7}',
+        '{"step": true}',
+        '{"step": 1, "deep": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"step": 1, "table": {}}',
+        "[1]",
+    ],
+)
+def test_a_line_that_is_no_step_is_named(
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    (runs[1] / "metrics.jsonl").write_text(line + "\n")
+    assert main([str(run) for run in runs]) == 2
+    assert f"{runs[1] / 'metrics.jsonl'}, line 1 is not the metrics of a step" in capsys.readouterr().err
+
+
+def folder_in_place_of(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("file", "harm", "word"),
+    [
+        ("metrics.jsonl", lambda path: path.write_bytes(b'{"step": 1, "\xff": 1}\n'), "is not UTF-8: byte 13 is 0xff"),
+        ("samples/step_1.jsonl", lambda path: path.write_bytes(b"\xff"), "is not UTF-8: byte 0 is 0xff"),
+        ("samples/step_1.jsonl", folder_in_place_of, "cannot be read: Is a directory"),
+        ("export/step_2/model.safetensors", lambda path: path.write_bytes(b"noise" * 9), "read as safetensors"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str], file: str, harm: Harm, word: str
+) -> None:
+    harm(runs[1] / file)
+    assert main([str(run) for run in runs]) == 2
+    error = capsys.readouterr().err
+    assert str(runs[1] / file) in error and word in error and error.count("\n") == 1
+
+
+def test_metrics_are_compared_by_their_bits(runs: tuple[Path, Path]) -> None:
+    for run in runs:
+        change(1, nan=float("nan"), infinite=float("inf"))(run)
+    assert compare(*runs).differences == []
+    change(2, zero=0.0, large=10**400)(runs[0])
+    change(2, zero=-0.0, large=10**400 + 1)(runs[1])
+    found = compare(*runs).differences
+    assert len(found) == 2 and found[0].startswith("step 2, large: 1000") and "zero: 0.0 in A, -0.0 in B" in found[1]
+
+
+def test_samples_that_differ_in_the_ends_of_lines_differ(runs: tuple[Path, Path]) -> None:
+    path = runs[1] / "samples" / "step_1.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    (runs[1] / "samples" / "step_\u00b2.jsonl").write_text("not a step's")
+    assert len(compare(*runs).differences) == 1
+
+
+def test_tensors_without_elements_are_equal(runs: tuple[Path, Path]) -> None:
+    for run in runs:
+        save_file({"a": torch.empty(0, 3)}, run / "export" / "step_2" / "model.safetensors")
+    assert compare(*runs).differences == []
+
+
+def test_a_reader_that_goes_away_gets_no_traceback(runs: tuple[Path, Path]) -> None:
+    for run in runs:
+        shutil.rmtree(run / "checkpoints")
+        shutil.rmtree(run / "export")
+    command = [sys.executable, "-m", "flowrl.compare_runs", *map(str, runs)]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60, cwd=Path(__file__).parent.parent)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_metrics_alone_are_compared_without_loading_torch(runs: tuple[Path, Path]) -> None:

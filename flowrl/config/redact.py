@@ -9,7 +9,8 @@ from typing import Any
 HIDDEN = "***"
 SECRET_ENDINGS = ("key", "token", "password", "secret", "authorization")
 """A key whose name ends like this holds a secret; counts such as `max_prompt_tokens` do not."""
-_USER_INFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
+_USER_INFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s]+@")
+_IN_QUERY = re.compile(rf"([?&][\w.-]*(?:{'|'.join(SECRET_ENDINGS)})=)[^&#\s'\"]+", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
@@ -18,8 +19,9 @@ def is_secret(name: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """The text with the user part of every URL (`https://user:password@host`) hidden."""
-    return _USER_INFO.sub(rf"\g<1>{HIDDEN}@", text)
+    """The text with the user part of every URL (`https://user:password@host`), and what its query says of secret names,
+    hidden."""
+    return _IN_QUERY.sub(rf"\g<1>{HIDDEN}", _USER_INFO.sub(rf"\g<1>{HIDDEN}@", text))
 
 
 def redact(value: Any, name: str = "") -> Any:

@@ -61,7 +61,8 @@ class Span:
 
 @dataclass(eq=False)
 class Call:
-    """One method running on some ranks of a pool."""
+    """One method running on some ranks of a pool. `linked`: names of the pools whose ranks it meets in collectives, where
+    it is half of a paired call."""
 
     pool: ResourcePool
     role: str
@@ -69,6 +70,7 @@ class Call:
     phase: str | None
     step: int | None
     refs: dict[int, Any]
+    linked: frozenset[str] = frozenset()
     answers: dict[int, Answer] = field(default_factory=dict)
 
     @property
@@ -125,11 +127,18 @@ class Calls:
         self._pools = [other for other in self._pools if other is not pool]
         self._outstanding = [call for call in self._outstanding if call.pool is not pool]
 
-    def submit(self, pool: ResourcePool, role: str, method: str, send: Callable[[], dict[int, Any]]) -> Call:
+    def submit(
+        self,
+        pool: ResourcePool,
+        role: str,
+        method: str,
+        send: Callable[[], dict[int, Any]],
+        linked: frozenset[str] = frozenset(),
+    ) -> Call:
         """``send`` starts the method and returns a reference by rank. Errors: an earlier failure, at once."""
         self.poll()
         pool.check_usable()
-        call = Call(pool, role, method, *self._phase, refs=send())
+        call = Call(pool, role, method, *self._phase, refs=send(), linked=linked)
         self._outstanding.append(call)
         return call
 
@@ -334,8 +343,8 @@ class Calls:
             cause=cause,
             detail=detail,
         )
-        # Pools with calls under way may wait for the failed one in a collective; idle pools are not touched.
-        for broken in {pool, *(other.pool for other in self._outstanding)}:
+        # A pool that meets this one in collectives may wait for the failed rank for ever; others go on with what they do.
+        for broken in {pool, *(other.pool for other in self._outstanding if pool.name in other.linked)}:
             broken.fail(error)
             self.forget(broken)
         raise error

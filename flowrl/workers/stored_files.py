@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import torch
@@ -62,7 +62,10 @@ def unpickle(file: IO[bytes], where: str) -> Any:
     """Error: `ValueError` where the pickle is damaged, or names anything but the classes that belong in it."""
     try:
         return _Unpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, KeyError) as error:
+    except (
+        pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, KeyError, ValueError, OverflowError,
+        RecursionError, MemoryError,
+    ) as error:  # fmt: skip
         raise ValueError(f"{where} is not what flowrl writes: {error}") from None
 
 
@@ -77,6 +80,62 @@ def plain_errors(what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise ValueError(f"{what}: {cause} (rank {rank})") from cause
+
+
+def check_boxes(metadata: Metadata, folder: Path) -> None:
+    """Whether the boxes of each tensor cover it once, and the files are long enough to hold them.
+
+    It is asked before anything is allocated: memory that no box fills would be passed on as if it were weights.
+    Error: `ValueError` naming the tensor or the file.
+    """
+    path = folder / METADATA
+    used: dict[str, int] = {}
+    for index, where in metadata.storage_data.items():
+        if where.offset < 0 or where.length < 0 or where.transform_descriptors:
+            raise ValueError(f"{path} is damaged: {index.fqn} lies at {where.offset}, {where.length} bytes long")
+        used[where.relative_path] = used.get(where.relative_path, 0) + where.length
+    for file, length in used.items():
+        name = PurePosixPath(file)
+        if name.is_absolute() or ".." in name.parts or not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{path} is damaged: {file!r} leaves the folder")
+        size = (folder / file).stat().st_size
+        if length > size:
+            raise ValueError(f"{folder / file} is too short: {size} bytes, of which boxes need {length}")
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            problem = cover_problem(tuple(entry.size), boxes)
+            for offset, sizes in () if problem else boxes:
+                where = metadata.storage_data[MetadataIndex(key, torch.Size(offset))]
+                if math.prod(sizes) * entry.properties.dtype.itemsize > where.length:
+                    problem = f"a box of {list(sizes)} has {where.length} bytes"
+            if problem:
+                raise ValueError(f"{path} is damaged: {key} {list(entry.size)}: {problem}")
+
+
+def cover_problem(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """What keeps boxes (offsets, sizes) from covering a tensor once each element; empty where they do."""
+    if any(size < 0 for size in shape):
+        return "its size is negative"
+    for offset, sizes in boxes:
+        inside = len(offset) == len(sizes) == len(shape) and all(
+            min(low, size) >= 0 and low + size <= whole for low, size, whole in zip(offset, sizes, shape, strict=True)
+        )
+        if not inside:
+            return f"a box at {list(offset)} of {list(sizes)} is not inside"
+    covered, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if covered != whole:
+        return f"its boxes cover {covered} of {whole} elements"
+    # With the right number of elements, boxes that do not overlap cover all. Sorted, only neighbours along the first
+    # dimension can overlap.
+    ordered = sorted(box for box in boxes if math.prod(box[1]))
+    for number, (offset, sizes) in enumerate(ordered):
+        for other, others in ordered[number + 1 :]:
+            if offset and other[0] >= offset[0] + sizes[0]:
+                break
+            if all(low < a + n and a < low + m for a, n, low, m in zip(offset, sizes, other, others, strict=True)):
+                return f"boxes at {list(offset)} and {list(other)} overlap"
+    return ""
 
 
 class StoredReader(FileSystemReader):
@@ -98,6 +157,10 @@ class StoredReader(FileSystemReader):
                 raise ValueError(f"{path} cannot be read: {error.strerror}") from None
             if not isinstance(metadata, Metadata):
                 raise ValueError(f"{path} holds a {type(metadata).__name__}, not a table of tensors")
+            try:
+                check_boxes(metadata, self._folder)
+            except (AttributeError, TypeError, KeyError, OSError) as error:
+                raise ValueError(f"{path} is not what flowrl writes: {error!r}") from None
             if metadata.storage_meta is None:
                 metadata.storage_meta = StorageMeta()
             metadata.storage_meta.load_id = self.load_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from flowrl.builtin.model import resolve_model
 from flowrl.config.cli import message
+from flowrl.config.command import resume_command
 from flowrl.config.compose import ConfigError, Recipe, compose, from_yaml, to_tree, to_yaml
 from flowrl.config.model_code import custom_code
 from flowrl.config.redact import HIDDEN, redact, redact_text
@@ -138,3 +140,15 @@ def test_the_tokenizers_own_code_runs_only_when_allowed(
     except ConfigError as error:
         assert not trusted, error
     assert trace.exists() is trusted
+
+
+def test_the_command_to_go_on_shows_no_secret_and_is_read_as_it_was_meant(tmp_path: Path) -> None:
+    words = ["python", "-m", "flowrl.main_ppo", "algorithm.api_key=hunter2", "trainer.resume=never", "run.dir=old"]
+    words.append("algorithm.endpoint='https://me:p@ss@judge.example/v1?token=abc&n=1'")
+    for name in ("plain", "r ü n", "it's", "a=b,{c}(d)#e[f`", 'say "x"', "~x"):
+        shown = shlex.split(resume_command(words, tmp_path / name))
+        assert not {
+            secret for secret in ("hunter2", "p@ss", "abc", "never", "run.dir=old") if secret in " ".join(shown)
+        }
+        assert compose([shown[-1]]).run.dir == str(tmp_path / name)
+    assert "n=1" in shown[-2] and "judge.example" in shown[-2]

@@ -42,6 +42,17 @@ def new_mark() -> str:
     return f"FLOWRL_TEST={uuid.uuid4().hex}"
 
 
+def shared_memory(pid: int) -> set[str]:
+    """Files in shared memory that a process has mapped or open."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        mapped = {line.split(maxsplit=5)[-1].strip() for line in lines}
+        opened = {os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
+    except OSError:
+        return set()
+    return {path for path in mapped | opened if path.startswith("/dev/shm/")}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "signum", "code"),
@@ -49,7 +60,7 @@ def new_mark() -> str:
 )
 def test_nothing_is_left_however_the_driver_ends(mode, signum, code):
     """RAY-03: one signal is enough; soon no process of the run and none of its files in shared memory or /tmp."""
-    mark, shared = new_mark(), set(os.listdir("/dev/shm"))
+    mark = new_mark()
     driver = start_driver(mode, mark, RAY_ADDRESS="")
     assert "new local cluster" in driver.stdout.readline()
     assert "sum 3.0" in driver.stdout.readline()
@@ -59,7 +70,7 @@ def test_nothing_is_left_however_the_driver_ends(mode, signum, code):
         for e in environment(pid)
         if e.startswith("FLOWRL_CLUSTER=")
     }
-    ours = {name for name in os.listdir("/dev/shm") if "plasma" in name or "ray" in name} - shared
+    ours = {path for pid in marked_processes(mark) for path in shared_memory(pid)}
     if signum is not None:
         driver.send_signal(signum)
     start = time.monotonic()
@@ -68,7 +79,7 @@ def test_nothing_is_left_however_the_driver_ends(mode, signum, code):
     while (left := marked_processes(mark)) and time.monotonic() - start < 60:
         time.sleep(0.2)
     assert not left
-    assert not [name for name in ours if os.path.exists(f"/dev/shm/{name}")]
+    assert not [path for path in ours if os.path.exists(path)]
     deadline = time.monotonic() + 30
     while any(map(os.path.exists, folders)) and time.monotonic() < deadline:
         time.sleep(0.2)

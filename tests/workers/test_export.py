@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from models import make_model
 from processes import run
 from rollout_scenarios import Setup, prompts, sample
@@ -20,7 +24,10 @@ from flowrl import export
 from flowrl.checkpoints.manifest import digest_file
 from flowrl.checkpoints.state import RoleState, RunState
 from flowrl.checkpoints.store import CheckpointStore
+from flowrl.config.model_shape import read_model_shape
 from flowrl.protocol import DataProto
+from flowrl.workers.hf_weights import FolderWriter, HFFolder
+from flowrl.workers.stored_files import StoredReader
 
 CONTRADICTING = {"do_sample": False, "temperature": 0.6, "top_p": 0.9}
 
@@ -92,6 +99,117 @@ def test_what_keeps_a_checkpoint_from_being_exported_is_told_before_any_work(
     with (damaged / "actor" / "__0_0.distcp").open("r+b") as opened:
         opened.truncate(1000)
     assert "actor/__0_0.distcp is truncated: 1000 of" in error(damaged, tmp_path / "out")
+
+
+def exported(model: Path, out: Path) -> Path:
+    """An export of the model as it is."""
+    writer = FolderWriter(model, out)
+    writer.add([("model.norm.weight", torch.ones(2))])
+    writer.finish()
+    return out
+
+
+def test_only_an_earlier_export_is_replaced(model_folder: dict[str, Path], tmp_path: Path) -> None:
+    model = model_folder["Qwen3"]
+    out = exported(model, tmp_path / "out")
+    export.check_writable(out)
+    export.check_replaceable(out, model)
+    export.check_replaceable(tmp_path / "absent", model)
+    (tmp_path / "empty").mkdir()
+    export.check_replaceable(tmp_path / "empty", model)
+    for name in ("notes.txt", "metrics.jsonl", ".git", "checkpoints"):
+        (out / name).mkdir() if "." not in name[1:] else (out / name).write_text("mine")
+        with pytest.raises(ValueError, match="neither empty nor an earlier export"):
+            export.check_replaceable(out, model)
+        (out / name).rmdir() if (out / name).is_dir() else (out / name).unlink()
+    export.check_replaceable(out, model)
+    downloaded = shutil.copytree(model, tmp_path / "downloaded")
+    with pytest.raises(ValueError, match="neither empty nor an earlier export"):
+        export.check_replaceable(downloaded, model)
+    (out / "config.json").unlink()
+    with pytest.raises(ValueError, match="neither empty nor an earlier export"):
+        export.check_writable(out)
+
+
+def test_an_export_stays_away_from_checkpoints_models_and_the_root(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_1"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(checkpoint)
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for out in (
+        checkpoint,
+        checkpoint / "out",
+        checkpoint.parent / "new",
+        tmp_path / "run",
+        tmp_path,
+        tmp_path / "link",
+    ):
+        with pytest.raises(ValueError, match="is, holds or lies in"):
+            export.check_apart(export.resolved(out), checkpoint)
+    export.check_apart(tmp_path / "run" / "export", checkpoint)
+    with pytest.raises(ValueError, match="root of the file system"):
+        export.check_writable(Path("/"))
+    with pytest.raises(ValueError, match="circle"):
+        export.resolved(tmp_path / "circle")
+    with pytest.raises(ValueError, match="no such user"):
+        export.resolved(Path("~nobody-of-this-name/out"))
+    with pytest.raises(ValueError, match="is empty"):
+        export.parse_options([str(checkpoint), ""])
+
+
+def test_a_disk_that_refuses_leaves_what_was_there(model_folder: dict[str, Path], tmp_path: Path) -> None:
+    """In a process of its own, whose files may have 8 KiB."""
+    out = exported(model_folder["Qwen3"], tmp_path / "out")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    code = (
+        "import resource, sys, torch; from flowrl.workers.hf_weights import FolderWriter\n"
+        "writer = FolderWriter(*sys.argv[1:])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
+        "try: writer.add([('a', torch.ones(1 << 16))])\n"
+        "except OSError: writer.abandon(); sys.exit(7)\n"
+    )
+    empty = tmp_path / "model"
+    empty.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(empty), str(out)], timeout=120, cwd=Path(__file__).parents[2]
+    )
+    empty.rmdir()
+    assert done.returncode == 7
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_absurd_numbers_of_layers_are_told_before_names_are_made(model_folder: dict[str, Path], tmp_path: Path) -> None:
+    shape = replace(read_model_shape(model_folder["Qwen3"]), num_layers=10**12)
+    with pytest.raises(ValueError, match="num_hidden_layers=1000000000000, but its files hold"):
+        HFFolder(model_folder["Qwen3"]).check(shape)
+
+
+def test_a_model_that_brings_code_is_exported_only_where_the_run_trusted_it(
+    model_folder: dict[str, Path], tmp_path: Path
+) -> None:
+    model = shutil.copytree(model_folder["Qwen3"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"auto_map": {"AutoModel": "mine.Model"}}
+    (model / "config.json").write_text(json.dumps(config))
+    options = export.Options(tmp_path / "step_1", tmp_path / "out")
+    tree = {"model": {"path": str(model), "cache_dir": str(tmp_path), "trust_remote_code": False}}
+    with pytest.raises(ValueError, match="auto_map names mine.Model"):
+        export.model_folder(json.dumps(tree), options)
+    tree["model"]["trust_remote_code"] = True
+    assert export.model_folder(json.dumps(tree), options) == model
+
+
+def test_a_model_with_fewer_layers_than_the_checkpoint_is_refused(model_folder: dict[str, Path]) -> None:
+    source = HFFolder(model_folder["Qwen3"])
+    shape = read_model_shape(source.path)
+    whole = {f"weight.{tensor.name}": (tensor.shape, torch.float32) for tensor in source.tensors(shape)}
+    options = export.Options(Path("step_1"), Path("out"))
+
+    class Reader(StoredReader):
+        tensors = whole
+
+    export._wanted(options, source, shape, Reader("step_1"))
+    with pytest.raises(ValueError, match=r"tensors that .* has not: model\.layers\.1\."):
+        export._wanted(options, source, replace(shape, num_layers=1), Reader("step_1"))
 
 
 def test_the_page_about_checkpoints_is_true_of_exports_and_tensors(

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from processes import run
 from scenarios import Cell
 from state_scenarios import Trip, take_over, write_trips
 from test_update import with_old_log_probs
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from flowrl.protocol import DataProto
 from flowrl.workers import megatron_private_files
-from flowrl.workers.stored_files import StoredReader, logical_tensors, read_common
+from flowrl.workers.stored_files import StoredReader, cover_problem, logical_tensors, read_common
 
 
 class Evil:
@@ -28,6 +31,13 @@ class Evil:
 
     def __reduce__(self) -> object:
         return os.system, (f"touch {self.path}",)
+
+
+class Writer(dcp.FileSystemWriter):
+    """Like Megatron-core's, it does not note where it wrote."""
+
+    def storage_meta(self) -> None:
+        return None
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +100,70 @@ def test_boxes_that_are_no_tensors_are_refused(stored: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="posix.system"):
         list(reader.buckets(["weight.model.norm.weight"]))
     assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "problem"),
+    [
+        ((4, 6), [((0, 0), (4, 3)), ((0, 3), (4, 3))], ""),
+        ((4, 6), [((2, 0), (2, 6)), ((0, 0), (2, 2)), ((0, 2), (2, 4))], ""),
+        ((), [((), ())], ""),
+        ((0, 3), [], ""),
+        ((4,), [], "its boxes cover 0 of 4 elements"),
+        ((4,), [((0,), (3,))], "its boxes cover 3 of 4 elements"),
+        ((4, 2), [((0, 0), (2, 2)), ((1, 0), (2, 2))], r"boxes at [0, 0] and [1, 0] overlap"),
+        ((4,), [((1,), (4,))], "a box at [1] of [4] is not inside"),
+        ((4,), [((-1,), (4,))], "a box at [-1] of [4] is not inside"),
+        ((4,), [((0, 0), (4, 1))], "a box at [0, 0] of [4, 1] is not inside"),
+        ((-4,), [], "its size is negative"),
+        ((2**50,), [((0,), (4,))], f"its boxes cover 4 of {2**50} elements"),
+    ],
+)
+def test_boxes_cover_a_tensor_once(
+    shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], problem: str
+) -> None:
+    assert cover_problem(shape, boxes) == problem
+
+
+def enlarge(metadata: Metadata) -> None:
+    entry = metadata.state_dict_metadata["a"]
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.size = entry.chunks[0].sizes = torch.Size([2**50])
+
+
+def place(**where: object) -> Callable[[Metadata], None]:
+    def harm(metadata: Metadata) -> None:
+        for entry in metadata.storage_data.values():
+            vars(entry).update(where)
+
+    return harm
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (lambda metadata: metadata.state_dict_metadata["a"].chunks.clear(), "its boxes cover 0 of 8 elements"),
+        (lambda metadata: metadata.storage_data.clear(), "KeyError"),
+        (enlarge, "a box of .* bytes"),
+        (place(length=2**50), "too short"),
+        (place(offset=-1), "lies at -1"),
+        (place(relative_path="/etc/passwd"), "'/etc/passwd' leaves the folder"),
+        (place(relative_path="../a/__0_0.distcp"), "leaves the folder"),
+    ],
+)
+def test_a_table_that_its_files_do_not_bear_out_is_refused(
+    tmp_path: Path, harm: Callable[[Metadata], None], problem: str
+) -> None:
+    """Before memory is allocated, which nothing would fill."""
+    folder = tmp_path / "a"
+    dcp.save({"a": torch.arange(8.0)}, storage_writer=Writer(folder), no_dist=True)
+    [(_, tensor)] = logical_tensors(folder)
+    assert torch.equal(tensor, torch.arange(8.0))
+    metadata = StoredReader(folder).read_metadata()
+    harm(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=problem):
+        list(logical_tensors(folder))
 
 
 def test_parts_of_megatron_that_saving_and_reading_build_on_are_there(stored: Path) -> None:
