@@ -14,6 +14,7 @@ from tests.multinode.hosts import Host, Hosts
 _PORT = 6379
 _RAY = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats"]
 _LEFT_SECONDS = 60
+_ATTEMPTS = 3
 
 
 class RayOnHosts:
@@ -27,12 +28,20 @@ class RayOnHosts:
         # As docs/cluster.md has it, with a token of this cluster's own.
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_ADDRESS": ""}
         self._ray_environment = {**self.environment, **env}
-        self._done([self._start_ray(self.head, "--head", f"--port={_PORT}", "--include-dashboard=false")])
-        self._done([self._start_ray(host, f"--address={self.address}") for host in self.others])
+        self._start_ray(self.head, "--head", f"--port={_PORT}", "--include-dashboard=false")
+        for host in self.others:
+            self._start_ray(host, f"--address={self.address}")
 
-    def _start_ray(self, host: Host, *options: str) -> subprocess.Popen[str]:
+    def _start_ray(self, host: Host, *options: str) -> None:
+        """Ray gives its own processes half a minute to come up, which is little for a machine with much to do."""
         own = [f"--node-ip-address={host.address}", "--num-cpus=1", f"--temp-dir={self._hosts.local}"]
-        return host.start([*_RAY, *own, "--object-store-memory=100000000", *options], **self._ray_environment)
+        command = [*_RAY, *own, "--object-store-memory=100000000", *options]
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            process = host.start(command, **self._ray_environment)
+            out, err = process.communicate(timeout=200)
+            if process.returncode == 0:
+                return
+            assert attempts_left, (out + err)[-3000:]
 
     def wait_for_nodes(self) -> int:
         """Until Ray knows which hosts are lost; the number of those that are left."""
@@ -43,11 +52,6 @@ class RayOnHosts:
         )
         self.head.run([sys.executable, "-c", script], check=True, timeout=200, **self.environment)
         return alive
-
-    def _done(self, commands: list[subprocess.Popen[str]]) -> None:
-        for command in commands:
-            out, err = command.communicate(timeout=200)
-            assert command.returncode == 0, (out + err)[-3000:]
 
     def _command(self, overrides: tuple[str, ...], module: str) -> list[str]:
         return [sys.executable, "-m", module, f"cluster.address={self.address}", *overrides]
