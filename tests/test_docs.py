@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.checkpoints.manifest import digest_file
 from flowrl.checkpoints.start import find_start, trained_roles, versions
 from flowrl.checkpoints.state import RunState
 from flowrl.checkpoints.store import CheckpointStore
@@ -55,9 +56,13 @@ def test_the_commands_about_checkpoints_are_legal_and_say_what_they_promise(
     made = compose(first)
     assert find_start(made).checkpoint is None
     store = CheckpointStore(tmp_path / "runs" / "mine" / "checkpoints", keep=0)
-    (store.begin(8) / "actor").mkdir()
+    folder = store.begin(8)
+    (folder / "actor").mkdir()
+    names = [f"actor/{name}" for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp")]
+    for name in names:
+        (folder / name).write_bytes(b"x")
     state = RunState(8, "id", 12, 0.0, {}, {}, {"actor": trained_roles(made)["actor"]}, versions())
-    store.commit(state, to_yaml(made), [])
+    store.commit(state, to_yaml(made), [digest_file(folder, name) for name in names])
     for command in (first, elsewhere, allowed, dry):
         start = find_start(compose(command))
         assert start.step == 8 and start.in_place and start.warnings == ()

@@ -28,8 +28,8 @@ READ_TYPES = ("BF16", "F16", "F32")
 """Types of files that are weights as they are; float16 and bfloat16 are exact in float32."""
 SHOWN = 5
 ROWS_COMPARED = 4096
-MARK = {"format": "pt", "written_by": "flowrl"}
-"""What the files of an export say of themselves: a folder without it is not one that an export may replace."""
+MARK = "flowrl_export.json"
+"""A file that says who wrote a folder: one without it is not one that an export may replace."""
 
 
 class HFFolder:
@@ -190,7 +190,7 @@ class FolderWriter:
     def _save(self, tensors: dict[str, torch.Tensor], name: str) -> None:
         """Error: `OSError` where the disk refuses."""
         try:
-            save_file(tensors, self.aside / name, metadata=MARK)
+            save_file(tensors, self.aside / name, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{self.aside / name}: {error}") from error
 
@@ -199,7 +199,8 @@ class FolderWriter:
         shutil.rmtree(self.aside, ignore_errors=True)
 
     def finish(self) -> None:
-        """Name the files, write the index, and move the folder to its place, replacing an older one."""
+        """Name the files, write index and mark, and move the folder to its place, replacing an older one."""
+        (self.aside / MARK).write_text(json.dumps({"written_by": "flowrl"}) + "\n")
         if self._count == 1:
             (self.aside / _part(1, 0)).rename(self.aside / "model.safetensors")
         else:
@@ -225,26 +226,16 @@ class FolderWriter:
 
 def copied_files(source: Path) -> list[Path]:
     """What an export takes over from a model folder as it is."""
-    return [file for file in sorted(source.iterdir()) if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES)]
+    files = [file for file in sorted(source.iterdir()) if file.is_file() and file.name != MARK]
+    return [file for file in files if not file.name.endswith(WEIGHT_SUFFIXES)]
 
 
 def is_export(folder: Path, source: Path) -> bool:
-    """Whether an earlier export of `source`, and nothing else, lies in the folder: each weight file has the mark."""
+    """Whether an earlier export of `source`, and nothing else, lies in the folder."""
     entries = list(folder.iterdir())
-    weights = [entry for entry in entries if entry.name.endswith(".safetensors")]
-    known = {INDEX, *(file.name for file in (*weights, *copied_files(source)))}
-    if not weights or any(entry.name not in known or not entry.is_file() for entry in entries):
-        return False
-    try:
-        return all(_mark(file) == MARK for file in weights)
-    except (OSError, SafetensorError):
-        return False
-
-
-def _mark(file: Path) -> dict[str, str] | None:
-    with safe_open(file, framework="pt") as opened:
-        found: dict[str, str] | None = opened.metadata()
-        return found
+    weights = [entry.name for entry in entries if entry.name.endswith(".safetensors")]
+    known = {INDEX, MARK, *weights, *(file.name for file in copied_files(source))}
+    return (folder / MARK).is_file() and all(entry.name in known and entry.is_file() for entry in entries)
 
 
 def _part(number: int, count: int) -> str:
