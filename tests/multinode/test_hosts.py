@@ -72,7 +72,7 @@ def test_the_doctor_names_hosts_that_do_not_share_the_folder_of_the_run(hosts: R
     assert lines.pop("run.dir").startswith("fail") and "10.77.0.2, 10.77.0.3 do not share" in run.out
     assert not [line for line in lines.values() if line.startswith("fail")], run.out
     assert "3 ranks met over gloo" in lines["rendezvous"] and "10.77.0.3 -> 10.77.0.1" in lines["bandwidth"]
-    assert "node 10.77.0.2: NCCL_DEBUG=WARN" in lines["environment"]
+    assert "node 10.77.0.2: GLOO_SOCKET_IFNAME=eth0 NCCL_DEBUG=WARN" in lines["environment"]
 
 
 def lose(hosts: RayOnHosts, how: Callable[[], None], folder: Path) -> Finished:
