@@ -26,6 +26,9 @@ and 30 s for a collective. *Clean* is the time from there until no process, Ray 
 socket or lock of the run was left, *left* what was there a minute later. The contract: one error that names its cause, exit
 code 1, within 15 s, a lost node within 30 s; an idle reward process is replaced and the run goes on; a driver that is killed
 says nothing, and what it started goes too. `docs/failures.md` says what a user sees.
+
+Cells that are not in the table have not been measured; those that are may come from several runs of the script, the date and
+commit are the last one's.
 """
 
 

@@ -23,9 +23,8 @@ def test_an_interface_is_found_by_its_address():
 
 def test_gloo_listens_on_loopback_until_ranks_of_other_nodes_come(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    own = next((address for name, found in own_addresses().items() for address in found[:1] if name != "lo"), None)
-    if own is None:
-        pytest.skip("this machine has no interface but loopback")
+    others = (address for name, found in own_addresses().items() for address in found[:1] if name != "lo")
+    own = next(others, "127.0.0.1")
     gloo = GlooInterface(own)
     gloo.choose("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
