@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SWALLOWED_SECONDS = 0.5  # between two looks whether the interrupt is still on its way
+
+
+class _Interrupt(KeyboardInterrupt):
+    """One that a weak reference can follow. KeyboardInterrupt is what Ray's waiting functions let a signal raise."""
 
 
 class Stopped(BaseException):
@@ -32,10 +39,14 @@ class StopRequest:
 
     The first ends the block of `stop_signals`, at once or, inside a block of `grace`, when its time is over. A second one
     ends it at once. Later ones are ignored, so that cleaning up is not cut short.
+
+    Python raises wherever the main thread happens to be. What is raised in a destructor or a callback of the import
+    system is dropped, and libraries have bare `except` clauses; so it is raised again if it is gone and the block is not.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._raised: weakref.ref[_Interrupt] | None = None
         self._grace_seconds = 0.0
         self._ending = self._late = False
 
@@ -52,7 +63,8 @@ class StopRequest:
             yield
         finally:
             self._grace_seconds = 0.0
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            if not self._ending:
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
     def stop(self) -> None:
         """Ends the block of `stop_signals` now, if a signal asked for it. Raises `Stopped`."""
@@ -61,8 +73,10 @@ class StopRequest:
             raise Stopped(self.signum)
 
     def received(self, signum: int, frame: FrameType | None) -> None:
-        """Handler of the stop signals and of the alarm that ends the time of grace."""
+        """Handler of the stop signals, and of the alarm that ends the time of grace or looks after the interrupt."""
         if self._ending:
+            if signum == signal.SIGALRM and self._raised is not None and self._raised() is None:
+                raise self._interrupt()
             return
         if self.signum is None and signum in STOP_SIGNALS:
             self.signum = signum
@@ -76,8 +90,14 @@ class StopRequest:
                 )
                 return
         self._ending, self._late = True, signum == signal.SIGALRM
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, _SWALLOWED_SECONDS, _SWALLOWED_SECONDS)
+        raise self._interrupt()
+
+    def _interrupt(self) -> _Interrupt:
+        # Made here: in the frame that raises it, a variable would keep it alive.
+        interrupt = _Interrupt()
+        self._raised = weakref.ref(interrupt)
+        return interrupt
 
     def exception(self) -> Stopped | None:
         """What the interrupt that ended the block stands for; None for one that no signal caused."""
@@ -93,6 +113,13 @@ def stop_signals(request: StopRequest | None = None) -> Iterator[StopRequest]:
     """
     request = request or StopRequest()
     before = {each: signal.signal(each, request.received) for each in (*STOP_SIGNALS, signal.SIGALRM)}
+    hook = sys.unraisablehook
+
+    def quiet(dropped: sys.UnraisableHookArgs) -> None:
+        if not issubclass(dropped.exc_type, _Interrupt):
+            hook(dropped)
+
+    sys.unraisablehook = quiet
     try:
         yield request
     except KeyboardInterrupt:
@@ -104,3 +131,4 @@ def stop_signals(request: StopRequest | None = None) -> Iterator[StopRequest]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for each, handler in before.items():
             signal.signal(each, handler)
+        sys.unraisablehook = hook

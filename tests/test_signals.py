@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -70,3 +72,35 @@ def test_a_block_that_is_done_before_its_grace_is_over_ends_in_order() -> None:
             send(signal.SIGTERM)
         time.sleep(0.3)
     assert signal.getsignal(signal.SIGALRM) == before
+
+
+class Dropping:
+    """What its destructor raises is dropped by Python, with a message."""
+
+    def __del__(self) -> None:
+        send(signal.SIGINT)
+
+
+def swallow() -> None:
+    try:
+        send(signal.SIGINT)
+    except BaseException:
+        return
+
+
+@pytest.mark.parametrize("lose", [Dropping, swallow])
+def test_an_interrupt_that_is_lost_on_its_way_is_raised_again(
+    lose: Callable[[], object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """RAY-03: and cleaning up, which holds the interrupt, is not disturbed however long it takes."""
+    cleaned = []
+    hook = sys.unraisablehook
+    with pytest.raises(Stopped) as caught, stop_signals():
+        lose()
+        try:
+            time.sleep(30)
+        finally:
+            time.sleep(1.5)
+            cleaned.append(True)
+    assert cleaned and caught.value.exit_code == 130
+    assert capfd.readouterr().err == "" and sys.unraisablehook is hook

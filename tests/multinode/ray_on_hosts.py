@@ -43,16 +43,6 @@ class RayOnHosts:
                 return
             assert attempts_left, (out + err)[-3000:]
 
-    def wait_for_nodes(self) -> int:
-        """Until Ray knows which hosts are lost; the number of those that are left."""
-        alive = sum(not host.lost for host in self._hosts.hosts)
-        script = (
-            "import ray, time\nray.init('auto', log_to_driver=False)\n"
-            f"while sum(node['Alive'] for node in ray.nodes()) != {alive}:\n    time.sleep(0.5)"
-        )
-        self.head.run([sys.executable, "-c", script], check=True, timeout=200, **self.environment)
-        return alive
-
     def _command(self, overrides: tuple[str, ...], module: str) -> list[str]:
         return [sys.executable, "-m", module, f"cluster.address={self.address}", *overrides]
 

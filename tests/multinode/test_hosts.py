@@ -36,6 +36,13 @@ def hosts() -> Iterator[RayOnHosts]:
         yield RayOnHosts(made, NCCL_DEBUG="WARN")
 
 
+@pytest.fixture
+def pair() -> Iterator[RayOnHosts]:
+    """Two hosts, one of which the test may lose."""
+    with Hosts(2) as made:
+        yield RayOnHosts(made)
+
+
 def numbers(run: Finished, but: str = "none") -> list[dict[str, float]]:
     """The metrics of a run that depend on what it computed alone, without those that begin with `but`."""
     assert run.code == 0, run.err[-3000:]
@@ -76,9 +83,8 @@ def test_the_doctor_names_hosts_that_do_not_share_the_folder_of_the_run(hosts: R
 
 
 def lose(hosts: RayOnHosts, how: Callable[[], None], folder: Path) -> Finished:
-    """A run on all hosts, of which one is lost in a step."""
-    devices = hosts.wait_for_nodes()
-    layout = (f"cluster.devices={devices}", "actor.layout.tp=1", "algorithm=grpo")
+    """A run on both hosts, of which one is lost in a step."""
+    layout = ("cluster.devices=2", "actor.layout.tp=1", "algorithm=grpo")
     process = hosts.start(*ENDLESS, *layout, f"run.dir={folder}")
     metrics = folder / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n")):
@@ -94,13 +100,13 @@ def names(run: Finished, host: Host) -> bool:
     return f"node {host.address}" in last and bool(re.search(r"rank \d", last)) and "phase" in last and "step" in last
 
 
-def test_a_host_whose_processes_are_killed_ends_the_run_with_its_name(hosts: RayOnHosts, tmp_path: Path) -> None:
-    lost = hosts.others[1]
-    run = lose(hosts, lost.kill, tmp_path / "run")
+def test_a_host_whose_processes_are_killed_ends_the_run_with_its_name(pair: RayOnHosts, tmp_path: Path) -> None:
+    lost = pair.others[0]
+    run = lose(pair, lost.kill, tmp_path / "run")
     assert run.code == 1 and run.left_behind == () and names(run, lost), run.err
 
 
-def test_a_host_that_is_cut_off_ends_the_run_with_its_name(hosts: RayOnHosts, tmp_path: Path) -> None:
-    lost = hosts.others[0]
-    run = lose(hosts, lost.cut_off, tmp_path / "run")
+def test_a_host_that_is_cut_off_ends_the_run_with_its_name(pair: RayOnHosts, tmp_path: Path) -> None:
+    lost = pair.others[0]
+    run = lose(pair, lost.cut_off, tmp_path / "run")
     assert run.code == 1 and run.left_behind == () and names(run, lost), run.err
