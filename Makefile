@@ -1,8 +1,10 @@
-# make ppo: train the built-in model with PPO.  make test: the fast tests.  Both set up .venv on first use.
+# make ppo: train the built-in model with PPO.  make test: the fast tests (TESTS=tests/config: some of them).  Both set up
+# .venv on first use.
 PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
+TESTS  ?= tests
 
 .PHONY: ppo test test-slow test-gpu lint clean
 
@@ -10,10 +12,10 @@ ppo: $(STAMP)
 	$(VENV)/bin/python -m flowrl.main_ppo
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu" $(TESTS)
 
 test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu" $(TESTS)
 
 # Uses the host's own python3: a GPU host brings its torch and CUDA.
 test-gpu:

@@ -53,6 +53,7 @@ class StepConsole:
         self._foot: list[Text] = []
         self._total_steps = total_steps
         self._started = time.monotonic()
+        self._done = 0
         self._live: Live | None = None
         self._progress = Progress(
             TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
@@ -98,7 +99,7 @@ class StepConsole:
         self._foot = [Text(part) for part in (seconds_phrase(metrics), reshard_phrase(metrics)) if part]
         if not self.console.is_terminal:
             shown = [f"{title} {value}" for (title, _, _), value in zip(COLUMNS, values, strict=True) if value]
-            left = (time.monotonic() - self._started) / step * (self._total_steps - step)
+            left = (time.monotonic() - self._started) / (step - self._done) * (self._total_steps - step)
             self.message(
                 f"step {step}/{self._total_steps}  "
                 + "  ".join(shown)
@@ -112,10 +113,10 @@ class StepConsole:
         self._progress.update(self._task, completed=step)
         self._live.update(self._view())
 
-    def started(self) -> None:
-        """Training begins now: time left is counted from here."""
-        self._started = time.monotonic()
-        self._progress.reset(self._task, total=self._total_steps)
+    def started(self, done: int) -> None:
+        """Training begins now, `done` steps are done already: time left is counted from here."""
+        self._started, self._done = time.monotonic(), done
+        self._progress.reset(self._task, total=self._total_steps, completed=done)
 
     def _view(self) -> Group:
         table = Table(expand=False)

@@ -34,10 +34,10 @@ def train(run: Run) -> None:
         if run.policy_learns:
             run.log(*[actor.update(part) for part in run.minibatches(batch, run.config.actor)])
 
+        run.save(actor, critic)
         run.offload(critic, reference)
         rollout.wake(what="weights")
         run.log(rollout.receive_weights(actor))
-        run.save(actor)
         run.offload(actor)
         rollout.wake(what="kv_cache")
         run.evaluate(rollout)

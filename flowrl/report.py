@@ -15,11 +15,14 @@ class TrainingFailed(RuntimeError):
 
 
 class StepReport:
-    """Collects metrics of a step. Tables may be pending: nothing is waited for before `take`."""
+    """Collects metrics of a step. Tables may be pending: nothing is waited for before `take`.
 
-    def __init__(self, max_skipped_steps: int) -> None:
+    `skipped_in_a_row`: optimizer steps without a finite gradient up to now, by metric.
+    """
+
+    def __init__(self, max_skipped_steps: int, skipped_in_a_row: Mapping[str, int] | None = None) -> None:
         self._max_skipped_steps = max_skipped_steps
-        self._skipped_in_a_row: dict[str, int] = {}
+        self.skipped_in_a_row = dict(skipped_in_a_row or {})
         self._tables: list[DataProto] = []
         self._values: dict[str, float] = {}
 
@@ -48,8 +51,8 @@ class StepReport:
         for name, metric in metrics.items():
             if not name.endswith(SKIPPED):
                 continue
-            in_a_row = self._skipped_in_a_row.get(name, 0) + 1 if metric.value else 0
-            self._skipped_in_a_row[name] = in_a_row
+            in_a_row = self.skipped_in_a_row.get(name, 0) + 1 if metric.value else 0
+            self.skipped_in_a_row[name] = in_a_row
             if in_a_row >= self._max_skipped_steps:
                 raise TrainingFailed(
                     f"step {step}: {in_a_row} optimizer steps in a row had non-finite gradients ({name}), the limit of "

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TypeVar
 
 from flowrl.config.model_shape import ModelShape, read_model_shape
+from flowrl.config.paths import user_path
 from flowrl.config.schema import Config, EngineConfig
 from flowrl.config.units import all_devices, optimizer_steps, pool_name, pools
 from flowrl.data.tokenizer import Tokenizer
 from flowrl.resharding.layouts import rollout_sizes, train_sizes
+from flowrl.session import Session
 from flowrl.single_controller import Cluster, ResourcePool, WorkerGroup
 from flowrl.workers.actor import ActorWorker
 from flowrl.workers.critic import CriticWorker
@@ -30,34 +33,42 @@ class Roles:
     """
 
     def __init__(
-        self, config: Config, cluster: Cluster, model: Path, shape: ModelShape, tokenizer: Tokenizer, stack: ExitStack
+        self, config: Config, cluster: Cluster, model: Path, shape: ModelShape, tokenizer: Tokenizer, session: Session
     ) -> None:
         self._config = config
         self._cluster = cluster
         self._model = str(model)
         self._shape = shape
         self._tokenizer = tokenizer
-        self._stack = stack
+        self._session = session
         self._steps = optimizer_steps(config)
-        self._pools: dict[str, ResourcePool] = {}
         self._pool("actor")
 
     def _pool(self, role: str) -> ResourcePool:
         """The pool of a role, started for the first of its roles."""
         name = pool_name(self._config, role)
-        if name not in self._pools:
-            self._pools[name] = self._start(name, pools(self._config)[name].devices)
-        return self._pools[name]
+        return self._session.pool(name, partial(self._start, name, pools(self._config)[name].devices))
 
     def _start(self, name: str, devices: int) -> ResourcePool:
         cluster = self._config.cluster
-        pool = ResourcePool(
-            self._cluster, name=name, devices=devices, device=cluster.device,
-            env=process_environment(cluster.device, all_devices(self._config)), cpus_per_device=self._cpus_per_device(),
-            placement_timeout_seconds=cluster.placement_timeout_seconds,
-            collective_timeout_seconds=cluster.collective_timeout_seconds,
-        )  # fmt: skip
-        return self._stack.enter_context(pool)
+        # A new name, which nobody sees who does not see this very folder.
+        with NamedTemporaryFile(dir=user_path(self._config.run.dir), prefix=".seen-by-all-") as made:
+            return ResourcePool(
+                self._cluster, name=name, devices=devices, device=cluster.device, shared=self._shared(made.name),
+                env=process_environment(cluster.device, all_devices(self._config)), cpus_per_device=self._cpus_per_device(),
+                placement_timeout_seconds=cluster.placement_timeout_seconds,
+                collective_timeout_seconds=cluster.collective_timeout_seconds,
+            )  # fmt: skip
+
+    def _shared(self, file_of_run: str) -> dict[str, str]:
+        """What all nodes must see: the run's folder, and the models in the place where the driver has them."""
+        config = self._config
+        shared = {"run.dir": file_of_run, "model.path": self._model}
+        if config.algorithm.needs_critic:
+            shared["critic.path"] = self._model_of(config.critic.path)[0]
+        if config.kl.needs_reference:
+            shared["reference.path"] = self._model_of(config.reference.path)[0]
+        return shared
 
     def _cpus_per_device(self) -> float | None:
         """At most one CPU for a device, so that other runs fit beside this one on a larger cluster; less where there
@@ -106,12 +117,15 @@ class Roles:
             seed=config.trainer.seed,
         )  # fmt: skip
 
-    def rollout(self) -> RolloutWorker:
+    def rollout(self, weights_version: int) -> RolloutWorker:
+        """`weights_version`: steps that the weights have been trained for, so that the version after a step is the same
+        in a run that was resumed."""
         config = self._config
         return WorkerGroup.spawn(
             self._pool("rollout"), RolloutWorker, self._model, self._shape, config.rollout, name="rollout",
             num_tokenizer_ids=self._tokenizer.num_ids, stop_token_ids=self._tokenizer.stop_token_ids,
-            max_prompt_tokens=config.data.max_prompt_tokens, seed=config.trainer.seed,
+            max_prompt_tokens=config.data.max_prompt_tokens, seed=config.trainer.seed, weights_version=weights_version,
+            trust_remote_code=config.model.trust_remote_code,
             beside=train_sizes(config.actor.layout) if self._together else None,
         )  # fmt: skip
 
@@ -123,4 +137,4 @@ class Roles:
     def _model_of(self, path: str) -> tuple[str, ModelShape]:
         if path == self._config.model.path:
             return self._model, self._shape
-        return path, read_model_shape(path)
+        return str(user_path(path)), read_model_shape(path)

@@ -5,6 +5,7 @@ A driver gets a `Run` and says only what its algorithm does with it; `main_ppo.p
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,9 +16,12 @@ import torch
 
 from flowrl.algorithms.kl import adaptive_coefficient
 from flowrl.builtin.model import resolve_model
+from flowrl.checkpointing import Checkpointing
+from flowrl.checkpoints.start import StartPoint, check_data, trained_roles, versions
+from flowrl.checkpoints.state import RunState
 from flowrl.config.compose import to_tree, to_yaml
 from flowrl.config.model_shape import ModelShape, read_model_shape
-from flowrl.config.paths import user_path
+from flowrl.config.paths import run_lock, user_path
 from flowrl.config.schema import ActorConfig, AdaptiveKL, Config, CriticConfig
 from flowrl.config.units import all_devices, critic_warmup_steps
 from flowrl.console import StepConsole
@@ -29,6 +33,7 @@ from flowrl.protocol import DataProto
 from flowrl.report import SKIPPED, StepReport
 from flowrl.rewards.runner import RewardResult, RewardRunner
 from flowrl.roles import Roles
+from flowrl.session import Session
 from flowrl.single_controller import Cluster
 from flowrl.timing import PhaseClock
 from flowrl.tracking import Tracker
@@ -40,20 +45,28 @@ from flowrl.workers.rollout import RolloutWorker
 
 
 class Run:
-    """One training run; a context manager that leaves no process, port or shared-memory segment behind.
+    """One attempt at a training run; a context manager that leaves nothing behind but what belongs to its `session`.
 
-    `step` is 1-based while training and 0 before; `opened` says that set-up is over.
+    `start` says what the run goes on from. `step` is 1-based while training; before, it is the last step that the
+    checkpoint has, or 0. `opened` says that set-up is over, `stop` what signals ask for.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, start: StartPoint, session: Session) -> None:
         self.config = config
-        self.step = 0
+        self.step = start.step
         self.opened = False
+        self.stop = session.stop
+        self._session = session
         self.folder = user_path(config.run.dir)
         self.console = StepConsole(config.trainer.total_steps)
-        self.report = StepReport(config.trainer.max_skipped_steps)
-        self._kl_coefficient = reward_kl_coefficient(config.kl)
+        self._start = start
+        before = start.checkpoint.state if start.checkpoint else None
+        self.report = StepReport(config.trainer.max_skipped_steps, before.skipped_in_a_row if before else None)
+        self._kl_coefficient = before.kl_coefficient if before else reward_kl_coefficient(config.kl)
+        self._run_id = before.run_id if before and start.in_place else uuid.uuid4().hex
+        self._checkpoints = Checkpointing(config, self.folder, start, self.console)
         self._batch = DataProto()
+        self._rollout: RolloutWorker | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Run:
@@ -67,20 +80,25 @@ class Run:
         config = self.config
         logs = self.folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text(to_yaml(config))
         stack.callback(self.console.close)
+        for warning in self._start.warnings:
+            self.console.warn(warning)
         with self.console.progress("making the built-in model") as progress:
             model = resolve_model(config.model.path, config.model.cache_dir, progress)
         shape = read_model_shape(model)
         self._check_weights(model, shape)
         self.tokenizer = load_tokenizer(model, config.data.chat_template, config.model.trust_remote_code)
         self._open_data(stack, shape.vocab_size)
-        self.tracker = Tracker(self.folder, config, to_tree(config))
+        self._checkpoints.prepare(model)
+        (self.folder / "config.yaml").write_text(to_yaml(config))
+        done = self._start.step if self._start.in_place else 0
+        self.tracker = Tracker(self.folder, config, to_tree(config), run_id=self._run_id, done=done)
         stack.callback(self.tracker.close)
-        self.cluster = stack.enter_context(
-            Cluster(
+        self.cluster = self._session.cluster(
+            lambda: Cluster(
                 address=config.cluster.address, object_store_bytes=config.cluster.object_store_bytes,
-                log_dir=logs, run_name=config.run.name,
+                log_dir=logs, run_name=config.run.name, call_timeout_seconds=config.cluster.call_timeout_seconds,
+                lock=run_lock(self.folder),
             )
         )  # fmt: skip
         self.console.message(self.cluster.banner)
@@ -88,7 +106,7 @@ class Run:
             f"starting {all_devices(config)} processes on {config.cluster.device}: imports take most of the time"
         )
         self.clock = PhaseClock(self.cluster)
-        self._roles = Roles(config, self.cluster, model, shape, self.tokenizer, stack)
+        self._roles = Roles(config, self.cluster, model, shape, self.tokenizer, self._session)
 
     def _check_weights(self, model: Path, shape: ModelShape) -> None:
         """Headers of the weights of every role: what does not fit is told before anything is started."""
@@ -105,6 +123,9 @@ class Run:
         config = self.config
         self.tokenizer.check_vocabulary(vocab_size)
         self._train = load_prompts(config.data.train_files, config.data, self.tokenizer, seed=config.trainer.seed)
+        self._data_digests = self._train.digests()
+        if self._start.checkpoint is not None:
+            check_data(config, self._start.checkpoint, self._data_digests)
         self._held_out: DataProto | None = None
         if config.data.eval_files and config.trainer.eval_every:
             table = load_prompts(
@@ -123,17 +144,18 @@ class Run:
     # The roles
 
     def actor(self) -> ActorWorker:
-        return self._roles.actor()
+        return self._checkpoints.restored("actor", self._roles.actor())
 
     def critic(self) -> CriticWorker | None:
-        return self._roles.critic()
+        critic = self._roles.critic()
+        return None if critic is None else self._checkpoints.restored("critic", critic)
 
     def reference(self) -> ReferenceWorker | None:
         return self._roles.reference()
 
     def rollout(self) -> RolloutWorker:
         """The rollout role; says what responses are sampled with, and warns where that cuts the distribution."""
-        rollout = self._roles.rollout()
+        rollout = self._rollout = self._roles.rollout(weights_version=self.step)
         sampling = rollout.sampling()
         self.console.message(f"sampling: {sampling}")
         if sampling.truncates:
@@ -150,26 +172,35 @@ class Run:
                 role.offload()
 
     def reload(self, *roles: ActorWorker | CriticWorker | ReferenceWorker | None) -> None:
-        """And comes back, before they are used again."""
+        """And comes back, before they are used again. A checkpoint that was written meanwhile becomes complete."""
         for role in roles:
             if role is not None:
                 role.reload()
+        self._checkpoints.complete()
 
     # The loop
 
     def steps(self) -> Iterator[DataProto]:
         """The prompts of each step, each repeated `rollout.samples_per_prompt` times with a seed per sample.
 
-        When the body of the driver's loop is done with a step, the step is reported.
+        When the body of the driver's loop is done with a step, the step is reported. After a signal that asks the run to
+        stop, the step under way is the last one, and is saved.
         """
-        config = self.config
-        self.console.started()
-        for self.step in range(1, config.trainer.total_steps + 1):
-            self.clock.start()
-            with self.cluster.phase("", self.step):
-                prompts = self._train.step(self.step)
-                yield expand(prompts, config.rollout.samples_per_prompt, config.trainer.seed, self.step)
-                self._finish_step()
+        config, trainer = self.config, self.config.trainer
+        self.console.started(self.step)
+        with self.stop.grace(trainer.grace_seconds if trainer.save_every else 0.0):
+            for step in range(self.step + 1, trainer.total_steps + 1):
+                self.step = step
+                self.clock.start()
+                with self.cluster.phase("", self.step):
+                    prompts = self._train.step(self.step)
+                    yield expand(prompts, config.rollout.samples_per_prompt, trainer.seed, self.step)
+                    self._finish_step()
+                if self.stop.requested and step < trainer.total_steps:
+                    self.save_now()
+                    self.stop.stop()
+        with self.cluster.phase("save", self.step):
+            self._checkpoints.complete()
 
     def rewards(self, batch: DataProto) -> DataProto:
         """Grades the responses: column `score` [N] float32, value `response` (the text that was graded)."""
@@ -223,20 +254,38 @@ class Run:
 
     def evaluate(self, rollout: RolloutWorker) -> None:
         """Mean reward of one sample per held-out prompt at the training temperature, when due and before step 1."""
-        if self._held_out is None or (self.step and not self.due(self.config.trainer.eval_every)):
+        if self._held_out is None or (self.step and not self._evaluation_is_due()):
             return
         with self.clock.phase("eval", self.step):
             batch = self._held_out.union(rollout.generate(self._held_out))
+            # A run that is resumed here has not seen these prompts: its next step must not find them either.
+            rollout.reset_prefix_cache()
             score = float(np.mean(self._grade(batch)[1].scores))
         self.report.add({"eval/reward/mean": score})
         if self.step == 0:
             self.tracker.log(0, self.report.take(0))
             self.console.message(f"before training: held-out reward {score:.3f} over {len(batch)} prompts")
 
-    def save(self, actor: ActorWorker) -> None:
-        """Writes the policy as a Hugging Face folder to `run.dir/export/step_N`, when due."""
+    def _evaluation_is_due(self) -> bool:
+        """Not before the first step of a resumed run: the one before has been evaluated."""
+        return self.step > self._start.step and self.due(self.config.trainer.eval_every)
+
+    def save(self, actor: ActorWorker, critic: CriticWorker | None = None) -> None:
+        """When due, begins a checkpoint of the roles that are trained, after their updates and while they are reloaded
+        (`trainer.save_every`), and writes the policy as a Hugging Face folder `run.dir/export/step_N`
+        (`trainer.export_every`)."""
         if self.due(self.config.trainer.save_every):
+            self._checkpoints.begin(self.step, {"actor": actor, "critic": critic})
+        if self.due(self.config.trainer.export_every):
             actor.export(str(self.folder / "export" / f"step_{self.step}"))
+
+    def save_now(self) -> None:
+        """Writes a checkpoint of the step that has just ended, if it has none. For a run that is about to stop: the engine
+        loses its weights, so that the trained roles find their memory."""
+        with self.cluster.phase("save", self.step):
+            if self._rollout is not None:
+                self._rollout.sleep()
+            self._checkpoints.save_now(self._state())
 
     def _grade(self, batch: DataProto) -> tuple[list[str], RewardResult]:
         texts = [self.tokenizer.decode(ids.tolist()) for ids in ragged(batch, "response_ids", "grading").rows()]
@@ -261,7 +310,16 @@ class Run:
         self.tracker.samples(self.step, self._samples(trainer.samples_per_step))
         self.tracker.log(self.step, metrics)
         self.console.step(self.step, metrics)
+        self._checkpoints.settle(self._state())
         self._warn(metrics)
+
+    def _state(self) -> RunState:
+        """Of the run at the end of a step."""
+        return RunState(
+            step=self.step, run_id=self._run_id, total_steps=self.config.trainer.total_steps,
+            kl_coefficient=self._kl_coefficient, data=self._data_digests, skipped_in_a_row=dict(self.report.skipped_in_a_row),
+            roles=trained_roles(self.config), versions=versions(),
+        )  # fmt: skip
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         """What a user should not have to find in a file."""

@@ -12,7 +12,8 @@ from flowrl.single_controller import Cluster, DeviceMemory, Span
 PHASES: dict[tuple[str, str], str] = {
     ("rollout", "generate"): "generate", ("rollout", "receive_weights"): "reshard", ("rollout", "sleep"): "sleep",
     ("rollout", "wake"): "wake", ("actor", "log_probs"): "log_probs", ("actor", "update"): "update_actor",
-    ("actor", "export"): "save", ("actor", "offload"): "offload", ("actor", "reload"): "reload",
+    ("actor", "export"): "export", ("actor", "save_state"): "save", ("actor", "finish_save"): "save",
+    ("critic", "save_state"): "save", ("critic", "finish_save"): "save", ("actor", "offload"): "offload", ("actor", "reload"): "reload",
     ("actor", "send_weights"): "reshard", ("critic", "offload"): "offload", ("critic", "reload"): "reload",
     ("reference", "offload"): "offload", ("reference", "reload"): "reload", ("critic", "values"): "values",
     ("critic", "update"): "update_critic", ("reference", "log_probs"): "reference",

@@ -64,10 +64,10 @@ def train(run: Run) -> None:
         batch = run.advantages(batch.union(*answers))
 
         run.log(*[actor.update(part) for part in run.minibatches(batch, run.config.actor)])
+        run.save(actor)
         run.offload(reference)
         rollout.wake(what="weights")
         run.log(rollout.receive_weights(actor))
-        run.save(actor)
         run.offload(actor)
         rollout.wake(what="kv_cache")
         run.evaluate(rollout)

@@ -14,12 +14,13 @@ BELOW = {
     "config": set(),
     "protocol": set(),
     "algorithms": set(),
+    "checkpoints": {"config"},
     "single_controller": {"protocol"},
     "resharding": {"config", "protocol", "algorithms"},
     "data": {"config", "protocol", "builtin"},
     "rewards": {"config", "protocol"},
     "builtin": {"config", "protocol", "rewards"},
-    "workers": {"config", "protocol", "algorithms", "single_controller", "resharding"},
+    "workers": {"config", "protocol", "algorithms", "checkpoints", "single_controller", "resharding"},
 }
 """What each layer may import of flowrl beside itself. Anything else at the top level of flowrl sits above them all."""
 

@@ -71,7 +71,7 @@ def test_phrases_say_where_time_went_and_that_the_move_was_proven() -> None:
 def test_without_a_terminal_every_step_is_one_plain_line() -> None:
     out = io.StringIO()
     console = StepConsole(4, Console(file=out, force_terminal=False, width=500))
-    console.started()
+    console.started(done=0)
     console.step(1, {"reward/mean": 0.25, "seconds/total": 1.0})
     console.close()
     (line,) = out.getvalue().splitlines()
@@ -81,7 +81,7 @@ def test_without_a_terminal_every_step_is_one_plain_line() -> None:
 def test_a_live_table_shows_the_last_steps_and_progress() -> None:
     out = io.StringIO()
     console = StepConsole(30, Console(file=out, force_terminal=True, width=120, color_system=None))
-    console.started()
+    console.started(done=0)
     for step in range(1, 31):
         console.step(step, {"reward/mean": step / 100})
     console.close()
@@ -91,7 +91,7 @@ def test_a_live_table_shows_the_last_steps_and_progress() -> None:
 
 def test_the_tracker_writes_every_step_and_a_picture(tmp_path: Path) -> None:
     config = compose([f"run.dir={tmp_path}", "trainer.loggers=[]"])
-    tracker = Tracker(tmp_path, config, to_tree(config))
+    tracker = Tracker(tmp_path, config, to_tree(config), run_id="id")
     assert tracker.picture() is None
     tracker.log(0, {"eval/reward/mean": 0.2})
     tracker.log(1, {"reward/mean": 0.3, "policy/grad_norm": float("nan")})
@@ -119,3 +119,24 @@ def test_the_memory_of_a_phase_is_that_of_its_worst_call() -> None:
         "memory/update_actor/free_bytes_min": 60.0,
         "memory/update_actor/pinned_bytes_max": 2.0,
     }
+
+
+def test_skipped_steps_in_a_row_are_counted_on_by_a_resumed_run() -> None:
+    """NUM-01: the count is part of a checkpoint."""
+    report = StepReport(max_skipped_steps=3)
+    for _ in range(2):
+        report.note(update(1))
+    report.take(1)
+    resumed = StepReport(3, report.skipped_in_a_row)
+    resumed.note(update(1))
+    with pytest.raises(TrainingFailed, match="3 optimizer steps in a row"):
+        resumed.take(2)
+
+
+def test_time_left_counts_the_steps_of_this_process_only() -> None:
+    out = io.StringIO()
+    console = StepConsole(10, Console(file=out, force_terminal=False, width=500))
+    console.started(done=8)
+    console._started -= 5
+    console.step(9, {"seconds/total": 5.0})
+    assert "left 5 s" in out.getvalue()

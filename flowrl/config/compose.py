@@ -19,6 +19,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from flowrl.config.machine import Machine, find_machine
 from flowrl.config.model_shape import ModelShape, shape_of
+from flowrl.config.redact import redact
 from flowrl.config.resolve import Shapes, resolve
 from flowrl.config.rules import Facts, problems
 from flowrl.config.schema import AUTO, VARIANTS, Config
@@ -271,13 +272,16 @@ def _shapes(values: Mapping[str, Any]) -> Shapes:
 
 
 def to_tree(config: Config, *, recipe: Recipe | None = None) -> dict[str, Any]:
-    """The configuration as nested plain containers; a config group says its choice under `variant`."""
+    """The configuration as nested plain containers, without secrets; a config group says its choice under `variant`.
+
+    Whatever writes or sends the configuration (`config.yaml`, `dry_run`, checkpoints, trackers) gets it from here.
+    """
     groups = (recipe or Recipe()).variants()
     tree = nested(table(config))
     for group, chosen in (("algorithm", config.algorithm), ("kl", config.kl)):
         names = [name for name, cls in groups[group].items() if cls is type(chosen)]
         tree[group] = {"variant": names[0] if names else type(chosen).__name__.lower(), **tree.get(group, {})}
-    return tree
+    return {key: redact(value, key) for key, value in tree.items()}
 
 
 def to_yaml(config: Config, *, recipe: Recipe | None = None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 
 from flowrl.config.schema import Config
 
@@ -13,6 +13,12 @@ def without_effect(config: Config, given: Set[str]) -> Iterator[str]:
         for key in sorted(given):
             if key == prefix or key.startswith(prefix + "."):
                 yield f"{key} has no effect: {reason}"
+
+
+def effective(config: Config, keys: Iterable[str]) -> set[str]:
+    """Those of the keys that something reads."""
+    idle = [prefix for prefix, _ in _idle(config)]
+    return {key for key in keys if not any(key == prefix or key.startswith(prefix + ".") for prefix in idle)}
 
 
 def _idle(config: Config) -> Iterator[tuple[str, str]]:
@@ -50,5 +56,9 @@ def _idle(config: Config) -> Iterator[tuple[str, str]]:
         yield "rollout.gpu_memory_fraction", "cluster.device=cpu; remove it (rollout.kv_cache_bytes sizes the cache)"
         for key in ("rollout.cuda_graphs", "actor.offload", "critic.offload", "reference.offload"):
             yield key, "it is about GPUs, and cluster.device=cpu; remove it"
+    if not config.trainer.save_every:
+        yield "trainer.keep_checkpoints", "trainer.save_every=0 writes no checkpoints; remove it or choose a number"
+    if config.trainer.resume == "never":
+        yield "trainer.resume_allow", "trainer.resume=never compares with no checkpoint; remove it"
     if not config.data.eval_files:
         yield "data.eval_prompts", "data.eval_files is empty; remove it or give files"

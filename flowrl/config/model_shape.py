@@ -108,7 +108,7 @@ def read_model_shape(folder: str | Path) -> ModelShape:
         raise ValueError(
             f"model folder {folder} has no config.json; give a Hugging Face folder or builtin:tiny"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
     names = raw.get("architectures") or ["(none)"]
     if names[0] not in ARCHITECTURES:

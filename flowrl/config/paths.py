@@ -7,5 +7,16 @@ from pathlib import Path
 
 
 def user_path(text: str | Path) -> Path:
-    """The path with `~` replaced; with the name of an unknown user it stays as it is, and is simply not there."""
-    return Path(os.path.expanduser(text))
+    """The path with `~` replaced, absolute, since worker processes on any node start in folders of their own.
+
+    With the name of an unknown user a `~` stays as it is, and is simply not there.
+    """
+    path = Path(os.path.expanduser(text))
+    return path if str(path).startswith("~") else path.absolute()
+
+
+def run_lock(folder: Path) -> Path:
+    """The lock of a run's folder. It lies beside it, so that it stays when the folder is moved; beside the folder itself
+    where `folder` is a link, since other names lead to it too."""
+    folder = folder.resolve()
+    return folder.with_name(f".{folder.name}.lock")

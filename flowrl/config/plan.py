@@ -117,11 +117,14 @@ def _roles(config: Config) -> Iterator[RolePlan]:
 
 def _trainer_role(role: str, layout: TrainLayout, model: str, config: Config) -> RolePlan:
     devices = pool_of(config, role).devices
-    sizes = (("vpp", layout.vpp), ("cp", layout.cp), ("ep", layout.ep), ("etp", layout.etp))
-    extra = [f", {name} {size}" for name, size in sizes if size > 1]
-    text = f"tp {layout.tp}, pp {layout.pp}" + "".join(extra)
     replicas = devices // (layout.tp * layout.pp * layout.cp)
-    return RolePlan(role, pool_name(config, role), range(devices), text, replicas, model)
+    return RolePlan(role, pool_name(config, role), range(devices), layout_words(layout), replicas, model)
+
+
+def layout_words(layout: TrainLayout) -> str:
+    """`tp 2, pp 1`, and the further sizes that are not 1."""
+    sizes = (("vpp", layout.vpp), ("cp", layout.cp), ("ep", layout.ep), ("etp", layout.etp))
+    return f"tp {layout.tp}, pp {layout.pp}" + "".join(f", {name} {size}" for name, size in sizes if size > 1)
 
 
 def _pools(config: Config, estimate: Sequence[Memory]) -> Iterator[PoolPlan]:

@@ -25,6 +25,9 @@ arithmetic and memory.
 Units: `prompts` are rows of the data, `rows` are prompts times `rollout.samples_per_prompt`; sizes of batches count prompts of
 the whole run, not of one device. A mini-batch is one optimizer step. A micro-batch is what one device runs at once; it is
 measured in tokens and never changes a result.
+
+On resume: a key that is `free` changes no result and may differ from the checkpoint's; any other change is refused unless
+`trainer.resume_allow` names the key (`docs/checkpoints.md`).
 """
 
 
@@ -51,9 +54,12 @@ def _table(title: str, doc: str, rows: Iterable[Knob]) -> str:
     lines = [f"\n## {title}\n"]
     if doc:
         lines.append(doc[0].upper() + doc[1:].rstrip(".") + ".\n")
-    body = [f"| `{k.key}` | `{show(k.default)}` | {_cell(k.legal)} | {_cell(k.doc)} |" for k in rows]
+    body = [
+        f"| `{k.key}` | `{show(k.default)}` | {_cell(k.legal)} | {_cell(k.doc)} | {'free' if k.free else ''} |"
+        for k in rows
+    ]
     if body:
-        lines += ["| key | default | legal | meaning |", "|---|---|---|---|", *body, ""]
+        lines += ["| key | default | legal | meaning | on resume |", "|---|---|---|---|---|", *body, ""]
     return "\n".join(lines)
 
 

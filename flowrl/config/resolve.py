@@ -71,6 +71,7 @@ def resolve(values: Mapping[str, Any], shapes: Shapes, machine: Machine, timesta
     default("rollout.max_batch_requests", min(512, -(-rows // replicas)))
     default("rollout.kv_cache_bytes", _kv_cache_bytes(out, shapes.policy, machine))
     default("reward.num_processes", max(1, min(8, machine.cpus)))
+    default("reward.memory_bytes", max(GIB, machine.memory_bytes // (2 * out["reward.num_processes"])))
     if set(out["data.train_files"] + out["data.eval_files"]) == {BUILTIN_DATA}:
         default("reward.function", BUILTIN_GRADER)
     default("run.dir", f"runs/{timestamp}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from flowrl.config.effect import without_effect
 from flowrl.config.layout import nearest_divisors, nearest_multiples, words
 from flowrl.config.layout_rules import layout_problems
 from flowrl.config.machine import Machine
+from flowrl.config.model_code import custom_code
 from flowrl.config.paths import user_path
 from flowrl.config.resolve import BUILTIN_DATA, Shapes, kv_bytes_per_sequence
 from flowrl.config.schema import AUTO, Config, OptimConfig
@@ -40,7 +42,7 @@ class Facts:
 
 def problems(config: Config, facts: Facts) -> list[str]:
     """Everything that is wrong with a resolved configuration; empty when it can run."""
-    groups = (_unbuilt, _machine, _model, _batches, _schedule, _context, _data, _reward, _trainer)
+    groups = (_unbuilt, _machine, _model_code, _model, _batches, _schedule, _context, _data, _reward, _trainer)
     found = [problem for group in groups for problem in group(config, facts)]
     return [*found, *layout_problems(config, facts.shapes), *without_effect(config, facts.given)]
 
@@ -50,8 +52,6 @@ def _unbuilt(config: Config, facts: Facts) -> Iterator[str]:
         key = f"{role}.layout.cp"
         if facts.values[key] > 1 and (role == "actor" or key in facts.given):
             yield f"{key}={facts.values[key]}: context parallelism is not built yet; legal: 1"
-    if config.trainer.resume != "never":
-        yield f"trainer.resume={config.trainer.resume}: there are no checkpoints to resume from yet; legal: never"
 
 
 def _machine(config: Config, facts: Facts) -> Iterator[str]:
@@ -78,6 +78,22 @@ def _machine(config: Config, facts: Facts) -> Iterator[str]:
             f"cluster.object_store_bytes={cluster.object_store_bytes} exceeds the {machine.shared_memory_bytes} bytes that are "
             "free in /dev/shm; give less, or auto"
         )
+
+
+def _model_code(config: Config, facts: Facts) -> Iterator[str]:
+    if config.model.trust_remote_code:
+        return
+    keys = ["model.path"]
+    keys += ["critic.path"] if config.algorithm.needs_critic else []
+    keys += ["reference.path"] if config.kl.needs_reference else []
+    for folder in dict.fromkeys(str(facts.values[key]) for key in keys):
+        found = [] if folder.startswith("builtin:") else custom_code(folder)
+        if found:
+            key = next(key for key in keys if facts.values[key] == folder)
+            yield (
+                f"{key}={folder} brings Python code of its own ({'; '.join(found)}), which runs only with "
+                "model.trust_remote_code=true; read that code first, or remove auto_map from these files: flowrl knows the architecture"
+            )
 
 
 def _model(config: Config, facts: Facts) -> Iterator[str]:
@@ -237,9 +253,18 @@ def _trainer(config: Config, facts: Facts) -> Iterator[str]:
         yield "trainer.loggers=[wandb] needs the package `wandb`, which is not installed (pip install 'flowrl[wandb]')"
     if config.trainer.eval_every and "trainer.eval_every" in facts.given and not config.data.eval_files:
         yield f"trainer.eval_every={config.trainer.eval_every} with data.eval_files=[]: there is nothing to evaluate on; give files or trainer.eval_every=0"
+    if config.trainer.resume not in ("auto", "never") and not os.path.isdir(user_path(config.trainer.resume)):
+        yield f"trainer.resume={config.trainer.resume} is no folder; legal: auto, never, or the folder of a checkpoint (.../checkpoints/step_N)"
     folder = user_path(config.run.dir)
+    if str(folder).startswith("~"):
+        yield f"run.dir={config.run.dir}: there is no user {folder.parts[0][1:]!r} here"
     try:
         if folder.exists() and not folder.is_dir():
             yield f"run.dir={config.run.dir} is a file; give a folder"
+        if not folder.resolve().name:
+            yield f"run.dir={config.run.dir} is the root of the file system, beside which nothing can lie; give a folder below it"
     except OSError as error:
         yield f"run.dir={folder} cannot be used: {error.strerror}; give a folder that can be written"
+    except RuntimeError:
+        # What `resolve` raises for a link that leads to itself.
+        yield f"run.dir={folder} is a link that leads to itself; give a folder that can be written"

@@ -24,12 +24,21 @@ def knob(default: Any, doc: str, *, minimum: float | None = None, maximum: float
     """A documented field; `minimum` and `maximum` are inclusive bounds that are checked when the tree is built."""
     if isinstance(default, list):
         raise TypeError("defaults are immutable: give a tuple")
-    return field(default=default, metadata={"doc": doc, "minimum": minimum, "maximum": maximum})
+    return field(default=default, metadata={"doc": doc, "minimum": minimum, "maximum": maximum, "free": False})
 
 
-def section(cls: type, doc: str) -> Any:
-    """A nested section with its own defaults."""
-    return field(default_factory=cls, metadata={"doc": doc})
+def free(default: Any, doc: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A knob that a resumed run may change: it changes no result, beyond rounding where it says how work is divided.
+
+    A change of any other knob is refused on resume.
+    """
+    made = knob(default, doc, minimum=minimum, maximum=maximum)
+    return field(default=default, metadata={**made.metadata, "free": True})
+
+
+def section(cls: type, doc: str, *, all_free: bool = False) -> Any:
+    """A nested section with its own defaults; `all_free`: a resumed run may change every knob of it."""
+    return field(default_factory=cls, metadata={"doc": doc, "free": all_free})
 
 
 @dataclass(frozen=True)
@@ -37,8 +46,11 @@ class ModelConfig:
     path: str = knob(
         "builtin:tiny", "Hugging Face folder (safetensors, config, tokenizer) of actor and reference, or `builtin:tiny`"
     )
-    trust_remote_code: bool = knob(False, "run Python code that lies in the model folder")
-    cache_dir: str = knob("~/.cache/flowrl", "where built-in models are made once and kept")
+    trust_remote_code: bool = free(
+        False,
+        "let tokenizer and engine run Python code of the model folder (`auto_map`); false: such a folder is refused",
+    )
+    cache_dir: str = free("~/.cache/flowrl", "where built-in models are made once and kept")
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,12 @@ class ClusterConfig:
     collective_timeout_seconds: float = knob(
         600.0, "a collective that waits longer than this is a failure, seconds", minimum=5
     )
+    call_timeout_seconds: float | None = free(
+        3600.0,
+        "a method of a role that runs longer than this is a failure, seconds: whatever hangs ends the run, naming ranks and "
+        "stacks; null: no limit",
+        minimum=5,
+    )
 
 
 @dataclass(frozen=True)
@@ -101,9 +119,14 @@ class RewardConfig:
         AUTO,
         "`package.module:name` or `path/to/file.py:name`; auto: the built-in task's grader (an error with other data)",
     )
-    num_processes: int = knob(AUTO, "reward processes; auto: one per CPU, at most 8", minimum=1)
-    timeout_seconds: float = knob(
+    num_processes: int = free(AUTO, "reward processes; auto: one per CPU, at most 8", minimum=1)
+    timeout_seconds: float = free(
         10.0, "wall-clock limit per row (or per batch of a `@batched` function), seconds", minimum=0.01
+    )
+    memory_bytes: int = free(
+        AUTO,
+        "private memory that each reward process, and each one it starts, may have, bytes; 0: no limit; auto: half of this machine's memory divided by num_processes, at least 1 GiB",
+        minimum=0,
     )
     on_error: str = knob(
         "raise", "`raise` ends the run naming row and function; `score:<x>` scores the row x and counts it"
@@ -124,27 +147,27 @@ class RolloutConfig:
     top_p: float = knob(1.0, "nucleus mass; 1 is off", minimum=0.01, maximum=1)
     top_k: int = knob(0, "keep the k likeliest tokens; 0 is off", minimum=0)
     stop_token_ids: tuple[int, ...] = knob((), "further ids that end a response, beside those of tokenizer and model")
-    layout: RolloutLayout = section(RolloutLayout, "parallel layout of generation")
-    expert_parallel: bool = knob(
+    layout: RolloutLayout = section(RolloutLayout, "parallel layout of generation", all_free=True)
+    expert_parallel: bool = free(
         False, "whole experts spread over the tensor-parallel ranks, instead of a slice of every expert on each"
     )
     dtype: DType = knob(AUTO, "weights of the engine; auto: float32 on cpu, bfloat16 on cuda")
-    max_batch_requests: int = knob(
+    max_batch_requests: int = free(
         AUTO, "requests that an engine runs at once; auto: rows of a step per replica, at most 512", minimum=1
     )
-    kv_cache_bytes: int = knob(
+    kv_cache_bytes: int = free(
         AUTO,
         "KV cache per rank, bytes; auto: what max_batch_requests full sequences need, bounded by memory",
         minimum=1,
     )
-    cuda_graphs: bool = knob(
+    cuda_graphs: bool = free(
         True, "on a GPU, compile the model and capture graphs of its decoding: faster, and half a minute more to start"
     )
-    gpu_memory_fraction: float = knob(0.4, "share of a GPU that the engine may use", minimum=0.05, maximum=0.95)
-    fingerprint_every: int = knob(
+    gpu_memory_fraction: float = free(0.4, "share of a GPU that the engine may use", minimum=0.05, maximum=0.95)
+    fingerprint_every: int = free(
         1, "compare trainer's and engine's weights after every n-th transfer; 0 is never", minimum=0
     )
-    logprob_diff_warn: float = knob(
+    logprob_diff_warn: float = free(
         0.05, "warn when mean |trainer - rollout| log-prob of a step exceeds this", minimum=0
     )
 
@@ -183,16 +206,16 @@ class OptimConfig:
 class EngineConfig:
     """What actor, critic and reference share: how Megatron-core holds and runs a model."""
 
-    layout: TrainLayout = section(TrainLayout, "parallel layout of training")
+    layout: TrainLayout = section(TrainLayout, "parallel layout of training", all_free=True)
     dtype: DType = knob(AUTO, "weights and activations; auto: float32 on cpu, bfloat16 on cuda")
-    tokens_per_microbatch: int = knob(
+    tokens_per_microbatch: int = free(
         AUTO,
         "tokens (prompts and responses, without padding) of one micro-batch on one data-parallel rank; auto: 4096, or one full row if that is longer",
         minimum=1,
     )
-    distributed_optimizer: bool = knob(False, "shard optimizer states over data-parallel ranks")
-    recompute: bool = knob(False, "recompute activations in the backward pass")
-    offload: bool = knob(
+    distributed_optimizer: bool = free(False, "shard optimizer states over data-parallel ranks")
+    recompute: bool = free(False, "recompute activations in the backward pass")
+    offload: bool = free(
         True, "on a GPU, weights and optimizer states wait in pinned host memory while the engine generates"
     )
 
@@ -307,19 +330,43 @@ VARIANTS: dict[str, dict[str, type]] = {
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    total_steps: int = knob(40, "training steps", minimum=1)
+    total_steps: int = free(
+        40, "training steps; on resume free only where every learning rate is constant after its warm-up", minimum=1
+    )
     seed: int = knob(
         0, "seed of everything: data order, sampling, mini-batches, new parameters", minimum=0, maximum=2**32 - 1
     )
-    eval_every: int = knob(10, "evaluate every n steps and after the last, and before step 1; 0 is never", minimum=0)
-    save_every: int = knob(0, "export a Hugging Face folder every n steps and after the last; 0 is never", minimum=0)
-    resume: str = knob("never", "`never`; `auto` or a path once checkpoints exist (refused until then)")
-    max_skipped_steps: int = knob(3, "optimizer steps with non-finite gradients in a row that end the run", minimum=1)
-    profile_steps: tuple[int, ...] = knob((), "steps whose driver and worker timeline is written to `run.dir/profile/`")
-    loggers: tuple[Literal["tensorboard", "wandb"], ...] = knob(
+    eval_every: int = free(10, "evaluate every n steps and after the last, and before step 1; 0 is never", minimum=0)
+    save_every: int = free(
+        0, "write a checkpoint, from which a run can go on, every n steps and after the last; 0 is never", minimum=0
+    )
+    keep_checkpoints: int = free(2, "complete checkpoints that are kept, the newest ones; 0 keeps all", minimum=0)
+    export_every: int = free(0, "export a Hugging Face folder every n steps and after the last; 0 is never", minimum=0)
+    grace_seconds: float = free(
+        25.0,
+        "after SIGTERM or SIGINT, how long the step under way and its checkpoint may take before they are abandoned, seconds; at "
+        "once where there are no checkpoints, and at a second signal",
+        minimum=0,
+    )
+    resume: str = free(
+        "auto",
+        "`auto`: go on from the newest complete checkpoint in `run.dir`, if there is one; `never`: an earlier run there is set aside; "
+        "or the folder of a checkpoint",
+    )
+    resume_allow: tuple[str, ...] = free(
+        (), "keys that change the result and may all the same differ from those of the checkpoint"
+    )
+    max_restarts: int = free(
+        0,
+        "how often the run is begun again from its newest checkpoint when a worker dies or raises; a run that fails three times at one step in the same way ends all the same",
+        minimum=0,
+    )
+    max_skipped_steps: int = free(3, "optimizer steps with non-finite gradients in a row that end the run", minimum=1)
+    profile_steps: tuple[int, ...] = free((), "steps whose driver and worker timeline is written to `run.dir/profile/`")
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = free(
         ("tensorboard",), "where metrics go beside `metrics.jsonl`"
     )
-    samples_per_step: int = knob(8, "rows written to `run.dir/samples/step_N.jsonl`", minimum=0)
+    samples_per_step: int = free(8, "rows written to `run.dir/samples/step_N.jsonl`", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -331,8 +378,8 @@ class RunConfig:
 @dataclass(frozen=True)
 class Config:
     model: ModelConfig = section(ModelConfig, "the policy's model")
-    cluster: ClusterConfig = section(ClusterConfig, "devices and Ray")
-    placement: Placement = knob(
+    cluster: ClusterConfig = section(ClusterConfig, "devices and Ray", all_free=True)
+    placement: Placement = free(
         "colocate",
         "`colocate`: all roles on one pool; `split`: the critic on its own; `standalone_rollout`: generation on its own, never asleep",
     )
@@ -345,5 +392,5 @@ class Config:
     algorithm: Algorithm = section(GAE, "config group `algorithm`: how advantages are made")
     kl: KL = section(RewardKL, "config group `kl`: where the KL term goes")
     trainer: TrainerConfig = section(TrainerConfig, "the loop")
-    run: RunConfig = section(RunConfig, "where results go")
-    dry_run: bool = knob(False, "print the resolved run (tree, placement, batch arithmetic, memory) and exit")
+    run: RunConfig = section(RunConfig, "where results go", all_free=True)
+    dry_run: bool = free(False, "print the resolved run (tree, placement, batch arithmetic, memory) and exit")

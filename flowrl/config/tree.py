@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from flowrl.config.redact import redact
 from flowrl.config.schema import AUTO, VARIANTS, Config
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Knob:
-    """One leaf of the tree. `scalar` is the type of the value or, where `many`, of its elements."""
+    """One leaf of the tree. `scalar` is the type of the value or, where `many`, of its elements. `free`: see `schema.knob`."""
 
     key: str
     scalar: type
@@ -39,6 +40,7 @@ class Knob:
     doc: str
     minimum: float | None
     maximum: float | None
+    free: bool
 
     @property
     def legal(self) -> str:
@@ -82,19 +84,19 @@ def sections(cls: type, prefix: str = "") -> dict[str, tuple[type, str]]:
     return found
 
 
-def _walk(cls: type, prefix: str) -> Iterator[Knob]:
+def _walk(cls: type, prefix: str, free: bool = False) -> Iterator[Knob]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind, key = hints[field.name], prefix + field.name
         if key in VARIANTS:
             continue
         if dataclasses.is_dataclass(kind):
-            yield from _walk(typing.cast(type, kind), key + ".")
+            yield from _walk(typing.cast(type, kind), key + ".", free or field.metadata["free"])
         else:
-            yield _knob(key, kind, field)
+            yield _knob(key, kind, field, free)
 
 
-def _knob(key: str, kind: Any, field: dataclasses.Field[Any]) -> Knob:
+def _knob(key: str, kind: Any, field: dataclasses.Field[Any], free: bool) -> Knob:
     optional = many = False
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         optional = True
@@ -116,6 +118,7 @@ def _knob(key: str, kind: Any, field: dataclasses.Field[Any]) -> Knob:
         meta["doc"],
         meta["minimum"],
         meta["maximum"],
+        free or meta["free"],
     )
 
 
@@ -150,7 +153,7 @@ def _scalar(knob: Knob, value: Any, given: Any) -> Any:
 
 def refusal(knob: Knob, value: Any) -> str:
     """The message for a value that the knob does not take."""
-    hint = ""
+    hint, value = "", redact(value, knob.key)
     if knob.scalar is str and isinstance(value, (bool, int, float)):
         hint = f"""; for text write {knob.key}="'{value}'\""""
     elif knob.scalar is not str and isinstance(value, str) and value:

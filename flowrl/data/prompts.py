@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +54,15 @@ class PromptTable:
         if self._order is None:
             self._order = StepOrder(len(self), self._per_step, self._seed, self._shuffle)
         return _batch([self.prompts[i] for i in self._order.step(step)], str(step))
+
+    def digests(self) -> dict[str, str]:
+        """For each file, by the name that it was given, a sha256 over its prompts: ids, texts, tokens, rows, in order."""
+        hashes: dict[str, Any] = {}
+        for prompt in self.prompts:
+            content = (prompt.prompt_id, prompt.text, prompt.ids, prompt.row)
+            found = hashes.setdefault(prompt.place.rpartition(", ")[0], hashlib.sha256())
+            found.update(json.dumps(content, sort_keys=True, default=str).encode())
+        return {name: found.hexdigest() for name, found in hashes.items()}
 
     def eval_batch(self, limit: int | None) -> DataProto:
         """The first `limit` prompts in file order (None: all), as `step`; row ids "eval:PROMPT_ID"."""

@@ -29,7 +29,9 @@ def wait_for(work: Any, device: torch.device, store: Any) -> None:
             return
         except RuntimeError:
             if work.is_completed():
-                raise
+                # It may have ended in order between the end of this wait and now, so this error may be the wait's.
+                work.wait()
+                return
         if store.check([_KEY]):
             raise RuntimeError(store.get(_KEY).decode())
 

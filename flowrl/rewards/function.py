@@ -98,6 +98,15 @@ def graded_batch(values: Any, num_rows: int) -> list[Graded | str]:
     return grades
 
 
+def described(error: BaseException) -> str:
+    """Type and text of an exception of the user's code, whose own `__str__` may raise."""
+    try:
+        text = str(error)
+    except BaseException as inner:  # see above
+        text = f"(its __str__ raises {type(inner).__name__})"
+    return f"{type(error).__name__}: {text}"
+
+
 def user_traceback(error: BaseException) -> str:
     """The traceback as the user's code saw it: without the first frame, which is ours."""
     frames = error.__traceback__.tb_next if error.__traceback__ else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from flowrl.rewards.function import Graded
 from flowrl.rewards.process import Answer, Call, Ready, Unusable
 from flowrl.rewards.worker import Ended, RewardProcess
 
+logger = logging.getLogger("flowrl")
 PROMPT_SHOWN = 60
 
 
@@ -136,10 +138,9 @@ class RewardRunner:
         while unanswered:
             self._fill(limit=unanswered)
             for process in [process for process in self._processes if process.idle][: len(waiting)]:
+                # One that has died meanwhile takes nothing and is found below.
                 if process.give(waiting[0], calls[waiting[0]], self._config.timeout_seconds):
                     waiting.popleft()
-                else:
-                    self._drop([process])
             for task, answer in self._look():
                 tally.add(members[task], answer)
                 unanswered -= 1
@@ -161,7 +162,11 @@ class RewardRunner:
                 self._drop([process])
                 if not loaded:
                     raise ConfigError(f"reward.function={self._config.function}: the function's module {event.reason}")
-                if task is not None:
+                if task is None:
+                    logger.warning(
+                        "reward process %d %s while idle; another takes its place", process.pid, event.reason
+                    )
+                else:
                     answers.append((task, Answer(None, event.reason)))
             elif isinstance(event, Answer) and task is not None:
                 answers.append((task, event))
@@ -176,7 +181,7 @@ class RewardRunner:
             self._processes.append(self._new_process())
 
     def _new_process(self) -> RewardProcess:
-        return self._starter.submit(RewardProcess, self._config.function, self._log).result()
+        return self._starter.submit(RewardProcess, self._config.function, self._config.memory_bytes, self._log).result()
 
     def _drop(self, processes: list[RewardProcess]) -> None:
         for process in processes:

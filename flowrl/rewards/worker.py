@@ -22,7 +22,7 @@ LOAD_SECONDS = 120.0
 # The driver's own search path, so that whatever it could import, a reward function can too.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from flowrl.rewards.process import main; main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
+    "from flowrl.rewards.process import main; main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])"
 )
 
 
@@ -36,19 +36,22 @@ class Ended:
 class RewardProcess:
     """One process that grades one call at a time; it is its own process group, so what it starts dies with it."""
 
-    def __init__(self, function: str, log: IO[bytes] | None) -> None:
+    def __init__(self, function: str, memory_bytes: int, log: IO[bytes] | None) -> None:
         ours, theirs = socket.socketpair()
         path = list(dict.fromkeys([*(entry or os.getcwd() for entry in sys.path), os.getcwd()]))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(path), str(theirs.fileno()), str(os.getpid()), function],
+                [
+                    sys.executable, "-c", _BOOT, json.dumps(path), str(theirs.fileno()), str(os.getpid()),
+                    str(memory_bytes), function,
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 env={"OMP_NUM_THREADS": "1"} | os.environ,
-            )
+            )  # fmt: skip
         self.connection = Connection(ours.detach())
         self.exit_descriptor = os.pidfd_open(self._process.pid)
         self.ready = False

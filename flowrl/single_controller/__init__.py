@@ -4,7 +4,7 @@ from flowrl.single_controller.calls import Span
 from flowrl.single_controller.cluster import Cluster
 from flowrl.single_controller.device_memory import DeviceMemory
 from flowrl.single_controller.dispatch import MeshPosition, broadcast, rank_zero, split_over
-from flowrl.single_controller.failures import WorkerError
+from flowrl.single_controller.failures import ClusterError, WorkerError
 from flowrl.single_controller.group import WorkerGroup
 from flowrl.single_controller.link import Link
 from flowrl.single_controller.pool import ResourcePool
@@ -12,6 +12,7 @@ from flowrl.single_controller.worker import Place, Worker, construct, register
 
 __all__ = [
     "Cluster",
+    "ClusterError",
     "DeviceMemory",
     "Link",
     "MeshPosition",

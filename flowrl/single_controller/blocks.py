@@ -18,6 +18,8 @@ from ray.exceptions import ObjectLostError, ReferenceCountingAssertionError
 from flowrl.protocol import Column, DataProto, LocalBlock, Ragged, Stored
 from flowrl.protocol.packing import from_numpy, to_numpy
 
+_POLL_SECONDS = 1.0
+
 
 class Liveness:
     """In a driver, looks whether a process died before stored columns are read; in a worker, does nothing."""
@@ -53,7 +55,11 @@ class RayBlock:
     def load_all(blocks: Sequence[RayBlock]) -> list[Column]:
         """Errors: WorkerError when a process of the run died; ValueError when an owner has ended in order."""
         liveness.check()
+        refs = list({block.ref for block in blocks})
         try:
+            # Bounded waits: what lies on a node that is cut off does not come, and nobody says so.
+            while len(ray.wait(refs, num_returns=len(refs), timeout=_POLL_SECONDS)[0]) < len(refs):
+                liveness.check()
             stored = ray.get([block.ref for block in blocks])
         except (ObjectLostError, ReferenceCountingAssertionError) as error:
             liveness.check()

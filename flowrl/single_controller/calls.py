@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -20,14 +21,27 @@ from ray.exceptions import (
 )
 
 from flowrl.single_controller.device_memory import DeviceMemory
-from flowrl.single_controller.failures import WorkerError, death_cause, log_tail, oom_kills
+from flowrl.single_controller.failures import ClusterError, WorkerError, death_cause, log_tail
+from flowrl.single_controller.health import RayWatch
+from flowrl.single_controller.host_memory import ResidentSizes, oom_kills
+from flowrl.single_controller.node_watch import ROUND_SECONDS, SILENT_ROUNDS, NodeWatch
+from flowrl.single_controller.patience import Patience
 from flowrl.single_controller.process import Answer
+from flowrl.single_controller.stacks import standing, suspects
 
 if TYPE_CHECKING:
     from flowrl.single_controller.pool import ResourcePool
 
+logger = logging.getLogger("flowrl")
+PROCESS = "process"
+"""Stands for the role in calls that belong to a pool itself."""
 _DEATH_GRACE_SECONDS = 1.0
 _POLL_SECONDS = 1.0
+_SHOWN_RANKS = 8
+# gloo's words, the store's, and those that NCCL's watchdog leaves in the log of a process that it ends.
+_COLLECTIVE_TIMEOUT = re.compile(
+    r"Timed out waiting \d+ms|wait timeout after \d+ms|Timeout waiting for key|Watchdog caught collective operation timeout"
+)
 _DEATHS = (ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 
 
@@ -47,7 +61,8 @@ class Span:
 
 @dataclass(eq=False)
 class Call:
-    """One method running on some ranks of a pool."""
+    """One method running on some ranks of a pool. `linked`: names of the pools whose ranks it meets in collectives, where
+    it is half of a paired call."""
 
     pool: ResourcePool
     role: str
@@ -55,11 +70,22 @@ class Call:
     phase: str | None
     step: int | None
     refs: dict[int, Any]
+    linked: frozenset[str] = frozenset()
     answers: dict[int, Answer] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
         return len(self.answers) == len(self.refs)
+
+    @property
+    def starts(self) -> bool:
+        """Whether processes start or a role is made."""
+        return self.role == PROCESS or self.method == "__init__"
+
+    @property
+    def pending(self) -> list[int]:
+        """Ranks that have not answered."""
+        return [rank for rank in self.refs if rank not in self.answers]
 
     def span(self) -> Span:
         slowest = max(self.answers.values(), key=lambda answer: answer.end - answer.start)
@@ -70,12 +96,20 @@ class Call:
 class Calls:
     """All outstanding calls of a cluster's pools. A failure anywhere ends the wait for anything."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: float | None, ray_watch: RayWatch, node: str) -> None:
+        """timeout_seconds: of one call; None is no limit. node: the driver's address."""
+        self._timeout_seconds = timeout_seconds
+        self._ray_watch = ray_watch
+        self._node = node
+        self._patience = Patience(timeout_seconds)
+        self._sizes = ResidentSizes()
+        self._looked = 0.0
         self._outstanding: list[Call] = []
         self._pools: list[ResourcePool] = []
         self._spans: list[Span] = []
         self._phase: tuple[str | None, int | None] = (None, None)
         self._oom_kills = oom_kills()
+        self.nodes = NodeWatch()
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
@@ -93,11 +127,18 @@ class Calls:
         self._pools = [other for other in self._pools if other is not pool]
         self._outstanding = [call for call in self._outstanding if call.pool is not pool]
 
-    def submit(self, pool: ResourcePool, role: str, method: str, send: Callable[[], dict[int, Any]]) -> Call:
+    def submit(
+        self,
+        pool: ResourcePool,
+        role: str,
+        method: str,
+        send: Callable[[], dict[int, Any]],
+        linked: frozenset[str] = frozenset(),
+    ) -> Call:
         """``send`` starts the method and returns a reference by rank. Errors: an earlier failure, at once."""
         self.poll()
         pool.check_usable()
-        call = Call(pool, role, method, *self._phase, refs=send())
+        call = Call(pool, role, method, *self._phase, refs=send(), linked=linked)
         self._outstanding.append(call)
         return call
 
@@ -129,7 +170,50 @@ class Calls:
         spans, self._spans = self._spans, []
         return spans
 
+    def check_ray(self, look: bool = False) -> None:
+        """look: now, not as of the last second. Errors: ClusterError when Ray itself is gone; nothing more is asked of it
+        then."""
+        problem = self._ray_watch.problem(look)
+        if problem is None:
+            return
+        running = self._outstanding[0] if self._outstanding else None
+        phase, step = ((running.phase or running.method), running.step) if running else self._phase
+        error = ClusterError(problem, phase, step)
+        for pool in self._pools:
+            pool.lose(error)
+        self._outstanding, self._pools = [], []
+        raise error
+
+    def _running(self) -> list[Call]:
+        """A pool runs one call after the other: the first of each is the one that it is at."""
+        return list({call.pool: call for call in reversed(self._outstanding)}.values())
+
+    def _look(self) -> None:
+        """Every second, beside the answers: nodes, the sizes of processes, calls that last too long."""
+        now = time.monotonic()
+        if now - self._looked < _POLL_SECONDS:
+            return
+        self._looked = now
+        self._check_nodes()
+        for process in (pool.process(rank) for pool in self._pools for rank in range(pool.devices)):
+            if process.node == self._node:
+                self._sizes.look(process.pid)
+        self._patience.look(self._running(), now)
+        for call, seconds in self._patience.slow(now):
+            logger.warning(
+                "%s has run %s for %.0f s%s; ranks %s of %d have not answered",
+                call.role, call.method, seconds, "" if call.step is None else f" in step {call.step}",
+                _ranks(call.pending), len(call.refs),
+            )  # fmt: skip
+        overdue = self._patience.overdue(now)
+        if overdue is not None:
+            self._hung(
+                overdue, overdue.pending, f"no answer within cluster.call_timeout_seconds={self._timeout_seconds:g}"
+            )
+
     def _step(self, timeout: float) -> None:
+        self.check_ray()
+        self._look()
         owners: dict[Any, tuple[ResourcePool, int, Call | None]] = {}
         for pool in self._pools:
             owners.update({ref: (pool, rank, None) for rank, ref in pool.watch_refs().items()})
@@ -150,6 +234,19 @@ class Calls:
             return
         for ref, answer in zip(ready, answers, strict=True):
             self._note(answer, *owners[ref])
+
+    def _check_nodes(self) -> None:
+        """Errors: WorkerError of the first process on a node that does not answer, one with a call under way first."""
+        silent = self.nodes.silent()
+        lost = [(p, rank) for p in self._pools for rank in range(p.devices) if p.process(rank).node in silent]
+        for pool, rank in sorted(lost, key=lambda each: self._unanswered(*each) is None):
+            node = pool.process(rank).node
+            cause = f"node {node} is down or cut off: no answer for {ROUND_SECONDS * SILENT_ROUNDS:.0f} s"
+            self._fail(pool, rank, self._unanswered(pool, rank), cause, "")
+
+    def _unanswered(self, pool: ResourcePool, rank: int) -> Call | None:
+        """The first call that this rank has not answered."""
+        return next((c for c in self._outstanding if c.pool is pool and rank in c.refs and rank not in c.answers), None)
 
     def _take(self, ref: Any, pool: ResourcePool, rank: int, call: Call | None) -> None:
         try:
@@ -184,22 +281,60 @@ class Calls:
             for ref in ready:
                 self._take(ref, *watched[ref], None)
         text = _readable(str(error))
+        if _COLLECTIVE_TIMEOUT.search(text):
+            self._collective_timed_out(rank, call, text)
         cause = next((line for line in reversed(text.strip().splitlines()) if line.strip()), "unknown error")
         self._fail(pool, rank, call, cause.strip(), text)
 
     def _died(self, pool: ResourcePool, rank: int, call: Call | None, error: RayError) -> None:
-        if call is None:
-            running = [c for c in self._outstanding if c.pool is pool and rank in c.refs and rank not in c.answers]
-            call = running[0] if running else None
+        self.check_ray(look=True)
+        call = call or self._unanswered(pool, rank)
         tail = log_tail(pool.process(rank))
+        if call is not None and any(_COLLECTIVE_TIMEOUT.search(line) for line in tail):
+            self._collective_timed_out(rank, call, "\n".join(tail))
+        memory = self._sizes.figures(pool.process(rank).pid)
         # The kernel counts a kill a moment after the process is gone.
-        cause = death_cause(str(error), tail, oom_kills() - self._oom_kills)
+        cause = death_cause(str(error), tail, oom_kills() - self._oom_kills, memory)
+        if self.nodes.gone(pool.process(rank).node):
+            cause = f"Ray on node {pool.process(rank).node} is gone, and with it its processes (the node, or all of it killed): {cause}"
         self._fail(pool, rank, call, cause, "")
+
+    def _collective_timed_out(self, rank: int, call: Call, text: str) -> None:
+        """Names the ranks that the others waited for, where there are any: those that neither answered nor failed."""
+        refs = {ref: other for other, ref in call.refs.items() if other not in call.answers and other != rank}
+        ready = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
+        hung = [other for ref, other in refs.items() if ref not in ready]
+        found = _COLLECTIVE_TIMEOUT.search(text)
+        if hung and found:
+            self._hung(
+                call, hung, f"rank {rank} waited longer than cluster.collective_timeout_seconds for it ({found[0]})"
+            )
+
+    def _hung(self, call: Call, pending: list[int], cause: str) -> None:
+        """Ends the run, naming where the ranks stand that have not answered. Their logs get the stacks of all threads."""
+        # What hangs may be the other half of a paired call.
+        calls = [call, *(other for other in self._running() if other.pool is not call.pool)]
+        ranks = {each: pending if each is call else each.pending for each in calls}
+        stacks = {each: each.pool.dump_stacks() for each in calls}
+        guilty = next((each for each in calls if suspects(ranks[each], stacks[each])), call)
+        named = suspects(ranks[guilty], stacks[guilty]) or ranks[guilty]
+        lines = ["all stacks are in the logs"]
+        for each in calls:
+            lines.append(
+                f"{each.role}.{each.method}: ranks {_ranks(ranks[each])} of {len(each.refs)} have not answered"
+            )
+            for rank in ranks[each][:_SHOWN_RANKS]:
+                lines.append(f"  rank {rank} (pid {each.pool.process(rank).pid}) {standing(rank, stacks[each])}")
+        where = (
+            f"ranks {_ranks(named)} of {len(guilty.refs)} hang; rank {named[0]} {standing(named[0], stacks[guilty])}"
+        )
+        self._fail(guilty.pool, named[0], guilty, f"{cause}; {where}", "\n".join(lines))
 
     def _fail(self, pool: ResourcePool, rank: int, call: Call | None, cause: str, detail: str) -> None:
         phase, step = (call.phase, call.step) if call else self._phase
+        self._oom_kills = oom_kills()  # the next failure may have another cause
         error = WorkerError(
-            role=call.role if call else "+".join(pool.roles) or "process",
+            role=call.role if call else "+".join(pool.roles) or PROCESS,
             pool=pool.name,
             process=pool.process(rank),
             method=call.method if call else "none (between calls)",
@@ -208,11 +343,16 @@ class Calls:
             cause=cause,
             detail=detail,
         )
-        # Pools with calls under way may wait for the failed one in a collective; idle pools are not touched.
-        for broken in {pool, *(other.pool for other in self._outstanding)}:
+        # A pool that meets this one in collectives may wait for the failed rank for ever; others go on with what they do.
+        for broken in {pool, *(other.pool for other in self._outstanding if pool.name in other.linked)}:
             broken.fail(error)
             self.forget(broken)
         raise error
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    return shown if len(ranks) <= _SHOWN_RANKS else f"{shown}, ... ({len(ranks)} in all)"
 
 
 def _readable(trace: str) -> str:

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import uuid
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +25,18 @@ import ray
 from flowrl.single_controller import reaper
 from flowrl.single_controller.blocks import liveness
 from flowrl.single_controller.calls import Calls, Span
+from flowrl.single_controller.failures import ClusterError, WorkerError
+from flowrl.single_controller.health import JoinedRay, OwnRay, RayWatch
 from flowrl.single_controller.placement import NodeResources
-from flowrl.single_controller.ray_private import free_resources, keep_ray_off_the_console
+from flowrl.single_controller.ray_private import (
+    confined,
+    ended_processes,
+    forget_token,
+    free_resources,
+    keep_ray_off_the_console,
+    leave_lost_ray,
+    raylet_address,
+)
 from flowrl.single_controller.reaper import reap
 
 if TYPE_CHECKING:
@@ -35,13 +47,17 @@ _CONNECT_SECONDS = 5
 _MIN_OBJECT_STORE_BYTES = 80_000_000
 _MAX_OBJECT_STORE_BYTES = 2 << 30
 _MAX_TEMP_PATH = 40
-_MARK = "FLOWRL_CLUSTER"
+_MARK, _RUN_MARK = "FLOWRL_CLUSTER", "FLOWRL_RUN"
+_LOOPBACK = "127.0.0.1"
 
 
 class Cluster:
     """Context manager: starts a local Ray or joins one, and leaves nothing behind.
 
-    A joined Ray stays up; only the processes of this run end. ``banner`` says which it is, with versions.
+    ``awaits_nodes``: nodes that are missing may come back, so a pool that does not fit now waits for its devices.
+
+    A joined Ray stays up; only the processes of this run end. ``banner`` says which it is, with versions. A local one
+    listens on the loopback interface only, and answers only those who have its token: processes that it started.
     """
 
     def __init__(
@@ -51,21 +67,28 @@ class Cluster:
         object_store_bytes: int | None = None,
         log_dir: str | os.PathLike[str] | None = None,
         run_name: str = "run",
+        call_timeout_seconds: float | None = None,
+        lock: Path | None = None,
     ) -> None:
         """address: ``host:port`` or ``auto``; None takes RAY_ADDRESS if set and else starts a new local cluster.
 
         num_cpus, object_store_bytes: of a new local cluster; None takes what this process may use, and a quarter of
         free shared memory (at most 2 GiB). log_dir: folder for the logs of workers, made where they run.
+        call_timeout_seconds: a method that runs longer is a failure; None is no limit. lock: a file that this run holds
+        locked, removed when the driver is killed.
 
         Errors: ValueError when nothing answers at the address or versions differ.
         """
         self.run_name = run_name
         self.log_dir = os.path.abspath(log_dir) if log_dir is not None else None
-        self.calls = Calls()
+        self.mark = {_RUN_MARK: uuid.uuid4().hex}
+        self._lock = lock
         self._pools: dict[str, ResourcePool] = {}
         self._temp_dir: str | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
+        self._ray_watch: RayWatch | None = None
         self._owned = self._joined = False
+        self.awaits_nodes = False
         keep_ray_off_the_console()
         address = address or os.environ.get("RAY_ADDRESS") or None
         if ray.is_initialized():
@@ -79,9 +102,11 @@ class Cluster:
         else:
             join(address)
             self._joined = True
+            self._reaper = self._start_reaper()
             where = f"joined {ray.get_runtime_context().gcs_address}"
+        self._ray_watch = ray_watch = RayWatch(self._ray_processes())
+        self.calls = Calls(call_timeout_seconds, ray_watch, ray.util.get_node_ip_address())
         liveness.check = self.calls.poll
-        self.num_cpus = sum(node.total.get("CPU", 0.0) for node in self.nodes())
         self.banner = f"Ray: {where}, ray {ray.__version__}, Python {platform.python_version()}, {self.num_cpus:g} CPUs"
         logger.info(self.banner)
 
@@ -91,24 +116,45 @@ class Cluster:
         self._temp_dir = tempfile.mkdtemp(prefix="flowrl-", dir=base if len(base) <= _MAX_TEMP_PATH else "/tmp")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        self._owned = True
-        self._reaper = _start_reaper(self._temp_dir)
+        self._owned, self.mark = True, {_MARK: self._temp_dir}
+        self._reaper = self._start_reaper()
         try:
             # In the environment of Ray's processes only, so that the reaper knows exactly those.
-            os.environ[_MARK] = self._temp_dir
+            os.environ.update(self.mark)
             try:
-                _init_ray(
-                    address="local",
-                    num_cpus=num_cpus,
-                    object_store_memory=object_store_bytes,
-                    include_dashboard=False,
-                    _temp_dir=self._temp_dir,
-                )
+                with confined():
+                    _init_ray(
+                        address="local",
+                        num_cpus=num_cpus,
+                        object_store_memory=object_store_bytes,
+                        include_dashboard=False,
+                        _temp_dir=self._temp_dir,
+                        _node_ip_address=_LOOPBACK,
+                    )
             finally:
                 del os.environ[_MARK]
         except BaseException:
             self.close()
             raise
+
+    def _start_reaper(self) -> subprocess.Popen[bytes]:
+        paths = [str(path) for path in (self._temp_dir, self._lock) if path is not None]
+        command = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), self._marked, *paths]
+        null = subprocess.DEVNULL
+        # Its own session: a Ctrl-C meant for the driver must not end it.
+        return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+
+    @property
+    def _marked(self) -> str:
+        """The entry that the environments of this run's processes hold: all of an own Ray's, else of the workers."""
+        return "=".join(*self.mark.items())
+
+    def _ray_processes(self) -> OwnRay | JoinedRay:
+        if self._owned:
+            return OwnRay(ended_processes)
+        context = ray.get_runtime_context()
+        host, _, port = context.gcs_address.rpartition(":")
+        return JoinedRay({"GCS": (host, int(port)), "raylet": raylet_address(context.get_node_id())})
 
     # What it offers
 
@@ -121,6 +167,20 @@ class Cluster:
             if n["Alive"]
         ]
         return sorted(nodes, key=lambda node: (node.address, node.node_id))
+
+    @property
+    def num_cpus(self) -> float:
+        """CPUs of the nodes that live."""
+        return sum(node.total.get("CPU", 0.0) for node in self.nodes())
+
+    def lost_nodes(self) -> set[str]:
+        """Addresses of nodes that do not answer while Ray counts them among the living."""
+        return set(self.calls.nodes.silent()) & {node.address for node in self.nodes()}
+
+    def raylets(self, addresses: Collection[str]) -> dict[str, tuple[str, int]]:
+        """Host and port at which the raylets of these nodes listen, by address."""
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] in addresses]
+        return {n["NodeManagerAddress"]: (n["NodeManagerAddress"], int(n["NodeManagerPort"])) for n in nodes}
 
     def phase(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
         """Names the calls made inside, for errors and the timeline."""
@@ -147,15 +207,25 @@ class Cluster:
 
     def close(self, graceful: bool = True) -> None:
         """End all pools; end Ray and remove its files if this run started it. Idempotent."""
+        problem = None
+        if self._ray_watch is not None:
+            problem = self._ray_watch.problem(look=True)
+            self._ray_watch.close()
+            self.calls.nodes.close()
         for pool in list(self._pools.values()):
-            if graceful:
+            if problem is not None:
+                pool.lose(ClusterError(problem, None, None))
+            elif graceful:
                 pool.shutdown()
             else:
                 pool.kill()
-        if self._owned or self._joined:
+        if problem is not None:
+            leave_lost_ray()
+        elif self._owned or self._joined:
             ray.shutdown()
-        if self._temp_dir is not None:
-            reap(f"{_MARK}={self._temp_dir}", self._temp_dir)
+        if self._owned:
+            forget_token()
+        reap(self._marked, [self._temp_dir] if self._temp_dir is not None else [])
         if self._reaper is not None:
             self._reaper.kill()
             self._reaper.wait()
@@ -167,7 +237,12 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(graceful=kind is None)
+        try:
+            if isinstance(error, Exception) and not isinstance(error, WorkerError | ClusterError):
+                # Whatever was asked of Ray at that moment, by whomever: if it is gone, that is the cause.
+                self.calls.check_ray(look=True)
+        finally:
+            self.close(graceful=kind is None)
 
 
 def join(address: str) -> None:
@@ -179,7 +254,10 @@ def join(address: str) -> None:
     try:
         _init_ray(address=address)
     except ConnectionError as error:
-        raise ValueError(f"no Ray cluster answers at {address} (cluster.address or RAY_ADDRESS): {error}") from error
+        raise ValueError(
+            f"no Ray cluster answers at {address} (cluster.address or RAY_ADDRESS): {error}; where the cluster asks for a "
+            "token (ray start with RAY_AUTH_MODE=token), set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH here"
+        ) from error
     except RuntimeError as error:
         if "Version mismatch" not in str(error):
             raise
@@ -197,13 +275,6 @@ def _init_ray(**options: Any) -> None:
                 # None: set outside Python, which cannot be put back from here.
                 if handler is not None:
                     signal.signal(each, handler)
-
-
-def _start_reaper(temp_dir: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), f"{_MARK}={temp_dir}", temp_dir]
-    null = subprocess.DEVNULL
-    # Its own session: a Ctrl-C meant for the driver must not end it.
-    return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
 
 
 def usable_cpus() -> int:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 _READ_LINES = 200
 _READ_BYTES = 1 << 17
 _SHOWN_LINES = 12
-_NODE_MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
 _CRASHES = {
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
@@ -64,6 +62,15 @@ class WorkerError(RuntimeError):
         super().__init__("\n".join(lines))
 
 
+class ClusterError(RuntimeError):
+    """Ray itself is gone, and the workers with it. The message ends with one line that names process, node, phase, step."""
+
+    def __init__(self, problem: str, phase: str | None, step: int | None) -> None:
+        self.problem, self.phase, self.step = problem, phase, step
+        when = (f", phase {phase}" if phase else "") + ("" if step is None else f", step {step}")
+        super().__init__(f"{problem}{when}")
+
+
 def log_header(pid: int) -> str:
     """First line of a process in its log, which it may share with an earlier one of the same name."""
     return f"--- process {pid} starts"
@@ -89,17 +96,10 @@ def shown_tail(tail: list[str]) -> list[str]:
     return tail[-_SHOWN_LINES:] if crash is None else tail[crash : crash + _SHOWN_LINES]
 
 
-def oom_kills() -> int:
-    """How many processes the kernel killed for memory in this control group so far (0 where that is not told)."""
-    try:
-        found = re.search(r"^oom_kill (\d+)$", _NODE_MEMORY_EVENTS.read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found.group(1)) if found else 0
-
-
-def death_cause(ray_message: str, tail: list[str], new_oom_kills: int) -> str:
+def death_cause(ray_message: str, tail: list[str], new_oom_kills: int, memory: str = "") -> str:
     """One line on why a process ended, from Ray's message, the end of its log and the kernel's count of kills.
+
+    memory: figures of the process and its node, given where it may have been killed for memory.
 
     Ray does not tell the signal. A crash leaves faulthandler's line in the log; a memory kill is told by Ray's monitor
     or counted by the kernel; a connection that ends without either is what SIGKILL looks like.
@@ -107,13 +107,19 @@ def death_cause(ray_message: str, tail: list[str], new_oom_kills: int) -> str:
     if re.search(r"memory usage threshold|low on memory|memory pressure", ray_message, re.IGNORECASE):
         figures = [line.strip() for line in ray_message.splitlines() if re.search("memory", line, re.IGNORECASE)]
         return f"killed by Ray's memory monitor: {' '.join(figures)[:600]}"
+    if re.search(
+        r"node has (died|crashed)|node died|NodeDied|node was terminated|node failure", ray_message, re.IGNORECASE
+    ):
+        lines = [line.strip() for line in ray_message.splitlines() if line.strip()]
+        return f"its node is gone (Ray's raylet there was killed, or the node was cut off): {' '.join(lines)[:400]}"
     for line in reversed(tail):
         if "Fatal Python error" in line:
             signal = next((name for words, name in _CRASHES.items() if words in line), None)
             return f"process crashed: {signal + ', ' if signal else ''}{line.strip()}"
     if new_oom_kills > 0:
         return (
-            f"killed by the kernel's out-of-memory killer (SIGKILL; {new_oom_kills} such kill(s) here since the start)"
+            f"killed by the kernel's out-of-memory killer (SIGKILL; {new_oom_kills} such kill(s) here since the start"
+            f"{memory and '; ' + memory})"
         )
     if re.search(r"exit code -?\d+|exit_code", ray_message) and "connection error" not in ray_message:
         found = re.search(r"(?:exit code|exit_code)[^\d-]*(-?\d+)", ray_message)
@@ -121,6 +127,9 @@ def death_cause(ray_message: str, tail: list[str], new_oom_kills: int) -> str:
     if "INTENDED_USER_EXIT" in ray_message:
         return "process left by itself (sys.exit or exit_actor in worker code)"
     if "connection error" in ray_message or "End of file" in ray_message:
-        return "process died without a trace in its log: killed by SIGKILL (or it called os._exit)"
+        return (
+            "process died without a trace in its log: killed by SIGKILL (or it called os._exit)"
+            f"{memory and '; ' + memory}"
+        )
     lines = [line.strip() for line in ray_message.splitlines() if line.strip()]
     return f"process died: {' '.join(lines)[:400]}"

@@ -123,8 +123,15 @@ class WorkerGroup:
             )
         return self._links[other]
 
-    def _send(self, method: str, command: Command, payloads: Mapping[int, Any], answering: Sequence[int]) -> Call:
-        """Start a method on the ranks that have a payload."""
+    def _send(
+        self,
+        method: str,
+        command: Command,
+        payloads: Mapping[int, Any],
+        answering: Sequence[int],
+        linked: frozenset[str] = frozenset(),
+    ) -> Call:
+        """Start a method on the ranks that have a payload. `linked`: as of a `Call`."""
         if self._closed:
             raise ValueError(f"role {self._name!r} is closed")
         silent = Command(command.role, command.method, command.result, False, command.same_rows)
@@ -136,7 +143,7 @@ class WorkerGroup:
                 for rank, payload in payloads.items()
             }
 
-        return pool.cluster.calls.submit(pool, self._name, method, send)
+        return pool.cluster.calls.submit(pool, self._name, method, send, linked)
 
 
 class _Method:
@@ -155,8 +162,10 @@ class _Method:
             args, kwargs = self._start_partner(self._mark.partner, args, kwargs)
         payload = self._group._sent((args, kwargs))
         sent = ray.put(payload) if len(ranks) > 1 else payload
+        links = [each for each in (*args, *kwargs.values()) if isinstance(each, LinkArgument)]
+        linked = frozenset(name for link in links for name, _ in link.pools)
         call = self._group._send(
-            self._name, self._command(False), dict.fromkeys(ranks, sent), list(ranks) if every else [0]
+            self._name, self._command(False), dict.fromkeys(ranks, sent), list(ranks) if every else [0], linked
         )
         if self._mark.result == "nothing":
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -9,12 +10,18 @@ from typing import Any
 _CONNECT_SECONDS = 60
 
 
-def open_store(num_processes: int) -> Any:
-    """A store at a port that the system picks, bound from then on, so that no one can take it in between."""
+def open_store(host: str, num_processes: int) -> Any:
+    """A store at a port of `host` that the system picks, bound from then on, so that no one can take it in between.
+
+    It listens on that address alone: a store answers anybody who reaches it.
+    """
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=_CONNECT_SECONDS)
-    return dist.TCPStore("0.0.0.0", 0, num_processes, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    listening = socket.create_server((host, 0), backlog=num_processes)
+    port, timeout = listening.getsockname()[1], timedelta(seconds=_CONNECT_SECONDS)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, num_processes, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 def connect_store(host: str, port: int) -> Any:
@@ -56,9 +63,9 @@ class Links:
         self._hosted: dict[int, Any] = {}
         self._found: dict[LinkArgument, Link] = {}
 
-    def host(self, num_processes: int) -> int:
-        """Open a store; the result is its port."""
-        store = open_store(num_processes)
+    def host(self, host: str, num_processes: int) -> int:
+        """Open a store at an address of this node; the result is its port."""
+        store = open_store(host, num_processes)
         self._hosted[int(store.port)] = store
         return int(store.port)
 

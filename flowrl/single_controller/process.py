@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 import ray
 
 from flowrl.single_controller.failures import log_header
+from flowrl.single_controller.host_memory import allocation_failures_with_figures
 from flowrl.single_controller.link import LinkArgument, Links, connect_store, open_store
+from flowrl.single_controller.network import GlooInterface
+from flowrl.single_controller.stacks import Stack, stack_of
 
 if TYPE_CHECKING:
     from flowrl.single_controller.device_memory import DeviceMemory
@@ -76,6 +79,9 @@ class Process:
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
+        # The libraries that come with a role's class are half a million objects: while they are imported the garbage
+        # collector costs a quarter of the time and finds nothing. So it runs inside methods only, and leaves them alone.
+        gc.disable()
         self._log = _redirect_output(spec)
         self._thread: int | None = None
         self._closing = threading.Event()
@@ -84,6 +90,7 @@ class Process:
         self._links = Links()
         self._store: Any = None
         self._device = spec.device
+        self._interface = GlooInterface(ray.util.get_node_ip_address())
 
     def start(self) -> Answer:
         """(node address, pid, log path) once the libraries are imported and the device is chosen."""
@@ -107,10 +114,15 @@ class Process:
         facts = (ray.util.get_node_ip_address(), os.getpid(), self._log.name if self._log else None)
         return Answer(facts, start, time.time())
 
-    def open_store(self) -> Answer:
-        """Rank 0: open the pool's store; the answer is its port."""
+    def missing(self, paths: Mapping[str, str]) -> Answer:
+        """Which of these files and folders, path by key, this node does not see."""
         start = time.time()
-        self._store = open_store(self._spec.world_size)
+        return Answer({key: path for key, path in paths.items() if not os.path.exists(path)}, start, time.time())
+
+    def open_store(self, host: str) -> Answer:
+        """Rank 0: open the pool's store at an address of this node; the answer is its port."""
+        start = time.time()
+        self._store = open_store(host, self._spec.world_size)
         return Answer(int(self._store.port), start, time.time())
 
     def join(self, host: str, port: int) -> Answer:
@@ -119,6 +131,7 @@ class Process:
         import torch.distributed as dist
 
         start, spec = time.time(), self._spec
+        self._interface.choose(host)
         if self._store is None:
             self._store = connect_store(host, port)
         timeout = datetime.timedelta(seconds=spec.collective_timeout_seconds)
@@ -134,10 +147,10 @@ class Process:
         )
         return Answer(None, start, time.time())
 
-    def host_link(self, num_processes: int) -> Answer:
+    def host_link(self, host: str, num_processes: int) -> Answer:
         """Open a store for the processes of two pools; the answer is its port."""
         start = time.time()
-        return Answer(self._links.host(num_processes), start, time.time())
+        return Answer(self._links.host(host, num_processes), start, time.time())
 
     def construct(self, role: str, worker: type[Any], arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Answer:
         """Make a role; the answer is its position in every mesh."""
@@ -157,8 +170,13 @@ class Process:
             log_dir=Path(spec.log_dir) if spec.log_dir else None,
         )
         args, kwargs = self._received(arguments)
+        if gc.get_freeze_count() == 0:
+            gc.freeze()
+        gc.enable()
         start = time.time()
-        self._roles[role] = construct(worker, place, *args, **kwargs)
+        with allocation_failures_with_figures():
+            self._roles[role] = construct(worker, place, *args, **kwargs)
+        gc.disable()
         return Answer(self._roles[role].meshes(), start, time.time())
 
     def call(self, command: Command, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Answer:
@@ -168,13 +186,15 @@ class Process:
         from flowrl.single_controller import device_memory
 
         self._check_thread()
+        gc.enable()
         args, kwargs = self._received(arguments)
         role = self._roles[command.role]
         method = getattr(role, command.method)
         device = torch.device(self._device)
         start = time.time()
         device_memory.begin(device)
-        value = method(*args, **kwargs)
+        with allocation_failures_with_figures():
+            value = method(*args, **kwargs)
         if command.result == "batch":
             value = _checked_batch(f"{type(role).__name__}.{command.method}", command, value, [*args, *kwargs.values()])
         shown = value if command.answer and command.result != "nothing" else None
@@ -203,9 +223,10 @@ class Process:
         """Returns when the process is shut down; fails as soon as it dies. The driver's liveness signal."""
         self._closing.wait()
 
-    def dump_stacks(self) -> None:
-        """Write the stacks of all threads to the log, also while a call runs."""
+    def dump_stacks(self) -> Stack:
+        """Write the stacks of all threads to the log, also while a call runs; the answer is that of the call's thread."""
         faulthandler.dump_traceback(file=self._log or sys.__stderr__ or sys.stderr)
+        return stack_of(self._thread)
 
     def _check_thread(self) -> None:
         # Both: Python's thread-local values vanish when Ray makes the interpreter's state anew for every call.
@@ -217,6 +238,7 @@ class Process:
 
     def _one(self, argument: Any) -> Any:
         if isinstance(argument, LinkArgument):
+            self._interface.choose(argument.host)
             return self._links.find(argument, self._spec.rank, self._spec.collective_timeout_seconds)
         return self._roles[argument.role] if isinstance(argument, RoleArgument) else argument
 

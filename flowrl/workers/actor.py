@@ -15,20 +15,18 @@ from flowrl.resharding.layouts import common_places, train_sizes
 from flowrl.resharding.ranks import ParallelSizes, RankPlace
 from flowrl.resharding.transfer import Transfer
 from flowrl.single_controller import Link
-from flowrl.single_controller.dispatch import MeshPosition, broadcast, split_over
-from flowrl.single_controller.worker import Worker, register
+from flowrl.single_controller.dispatch import broadcast, split_over
+from flowrl.single_controller.worker import register
 from flowrl.workers.engine import Engine
-from flowrl.workers.export import export_folder
 from flowrl.workers.heads import PolicyHead
 from flowrl.workers.model import DTYPES
 from flowrl.workers.moves import Side, carry_out, transfer_from_trainer
 from flowrl.workers.reporting import step_metrics, token_metrics
+from flowrl.workers.trained import BUCKET_BYTES, TrainedWorker
 from flowrl.workers.weights import HeldRegion
 
 REPORTED = {"clipped": "policy/clip_fraction", "entropy": "policy/entropy", "approx_kl": "kl/approx", "kl": "kl/loss"}
 """Names under which per-token quantities of a loss appear in the metrics; others keep theirs, under `policy/`."""
-
-BUCKET_BYTES = 256 << 20
 
 
 def default_loss(config: ActorConfig, kl: KL) -> PolicyLossFn:
@@ -43,7 +41,7 @@ def default_loss(config: ActorConfig, kl: KL) -> PolicyLossFn:
     )
 
 
-class ActorWorker(Worker):
+class ActorWorker(TrainedWorker):
     """Trains the policy. Mesh "train": one slice per replica of the model."""
 
     def __init__(
@@ -84,9 +82,6 @@ class ActorWorker(Worker):
         )
         self._transfer: Transfer | None = None
         self._engines: Link | None = None
-
-    def meshes(self) -> dict[str, MeshPosition]:
-        return {**super().meshes(), "train": self._engine.position}
 
     @register(dispatch=split_over("train", balance="response_ids"))
     def log_probs(self, batch: DataProto) -> DataProto:
@@ -132,21 +127,6 @@ class ActorWorker(Worker):
         return DataProto(row_ids=batch.row_ids, metrics=metrics)
 
     @register(dispatch=broadcast)
-    def offload(self) -> None:
-        """Give this role's memory on a GPU to others until `reload`; without `offload` in its section nothing moves."""
-        self._engine.offload()
-
-    @register(dispatch=broadcast)
-    def reload(self) -> None:
-        """Take the memory back before the role is used again."""
-        self._engine.reload()
-
-    @register(dispatch=broadcast)
-    def export(self, folder: str) -> None:
-        """Write a Hugging Face folder: complete or absent."""
-        export_folder(self._engine, folder, BUCKET_BYTES)
-
-    @register(dispatch=broadcast)
     def send_weights(self, engines: Link) -> None:
         """The trainer's half of a move to engines on another pool; `RolloutWorker.receive_weights` starts it there.
 
@@ -154,7 +134,7 @@ class ActorWorker(Worker):
         """
         held = self.held_regions()
         if self._transfer is None or self._engines is not engines:
-            self.close()
+            self._close_transfer()
             tensors = tuple((tensor.name, tensor.shape) for tensor in self.hf_tensors())
             side = Side(self._sizes, self.places(), tensors, DTYPES[self._config.dtype])
             self._transfer = transfer_from_trainer(engines, side, self._shape, held, self.device)
@@ -162,6 +142,10 @@ class ActorWorker(Worker):
         carry_out(self._transfer, held, prove=False)
 
     def close(self) -> None:
+        self._close_transfer()
+        super().close()
+
+    def _close_transfer(self) -> None:
         if self._transfer is not None:
             self._transfer.world.close()
 

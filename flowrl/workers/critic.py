@@ -10,17 +10,15 @@ from flowrl.algorithms.losses import column, value_loss
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import CriticConfig
 from flowrl.protocol import DataProto, Ragged
-from flowrl.single_controller.dispatch import MeshPosition, broadcast, split_over
-from flowrl.single_controller.worker import Worker, register
+from flowrl.single_controller.dispatch import split_over
+from flowrl.single_controller.worker import register
 from flowrl.workers.engine import Engine
-from flowrl.workers.export import export_folder
 from flowrl.workers.heads import CriticHead
 from flowrl.workers.reporting import step_metrics, token_metrics
+from flowrl.workers.trained import TrainedWorker
 
-BUCKET_BYTES = 256 << 20
 
-
-class CriticWorker(Worker):
+class CriticWorker(TrainedWorker):
     """Trains values of the state before each response token. Mesh "train": one slice per replica of the model."""
 
     def __init__(
@@ -48,9 +46,6 @@ class CriticWorker(Worker):
             total_steps=total_optimizer_steps,
         )
 
-    def meshes(self) -> dict[str, MeshPosition]:
-        return {**super().meshes(), "train": self._engine.position}
-
     @register(dispatch=split_over("train", balance="response_ids"))
     def values(self, batch: DataProto) -> DataProto:
         """Column `old_values`: the value of the state before each response token."""
@@ -75,18 +70,3 @@ class CriticWorker(Worker):
         returns = column(columns, "returns", "the driver's advantage phase")
         loss, clipped = value_loss(outputs[0], old_values, returns, self._config.value_clip)
         return loss, {"clipped": clipped}
-
-    @register(dispatch=broadcast)
-    def offload(self) -> None:
-        """Give this role's memory on a GPU to others until `reload`; without `offload` in its section nothing moves."""
-        self._engine.offload()
-
-    @register(dispatch=broadcast)
-    def reload(self) -> None:
-        """Take the memory back before the role is used again."""
-        self._engine.reload()
-
-    @register(dispatch=broadcast)
-    def export(self, folder: str) -> None:
-        """Write the trunk as a Hugging Face folder with the value head in a file of its own."""
-        export_folder(self._engine, folder, BUCKET_BYTES)

@@ -39,6 +39,7 @@ from flowrl.workers.microbatch import MicroBatch, TokenColumns, fill, make_micro
 from flowrl.workers.model import DTYPES, build_chunks, rotary_frequencies, transformer_config
 from flowrl.workers.offload import Offload
 from flowrl.workers.optimizer import Optimizer, StepResult
+from flowrl.workers.state import RoleState
 from flowrl.workers.weights import ModelWeights, expert_shard, global_parameters
 
 TokenLoss = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -169,6 +170,16 @@ class Engine:
             distributed=distributed,
             total_steps=total_steps,
         )
+
+    def state(self) -> RoleState:
+        """What a checkpoint holds of this model. Error: `ValueError` while it is on the host."""
+        self._offload.check("a checkpoint")
+        self._offload.finish()
+        assert self._optimizer is not None, "a frozen model has no state of its own"
+        return RoleState(
+            self._weights, self._parameters, self.places, self._optimizer,
+            sizes=train_sizes(self._config.layout), value_head=not self._head.is_language_model,
+        )  # fmt: skip
 
     @property
     def weights(self) -> ModelWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,8 @@ from flowrl.config.model_shape import ModelShape
 from flowrl.config.paths import user_path
 from flowrl.resharding.families import EMBEDDING, HEAD, Box, HFTensor, hf_tensors
 
+logger = logging.getLogger(__name__)
+
 INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -25,6 +28,8 @@ READ_TYPES = ("BF16", "F16", "F32")
 """Types of files that are weights as they are; float16 and bfloat16 are exact in float32."""
 SHOWN = 5
 ROWS_COMPARED = 4096
+MARK = "flowrl_export.json"
+"""A file that says who wrote a folder: one without it is not one that an export may replace."""
 
 
 class HFFolder:
@@ -46,7 +51,10 @@ class HFFolder:
     def _weight_files(self) -> list[Path]:
         index = self.path / INDEX
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            try:
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f"{index} is not an index of weights: {error!r}; copy it anew") from None
             absent = [name for name in names if not (self.path / name).exists()]
             if absent:
                 raise ValueError(f"{index} names files that are not there: {', '.join(absent[:SHOWN])}")
@@ -86,6 +94,13 @@ class HFFolder:
         Errors: `ValueError` with the first few names of missing, unexpected and wrongly shaped tensors, and of those of a
         quantised or integer type, and their count; and where `tie_word_embeddings` contradicts the files.
         """
+        blocks = shape.num_layers * max(1, shape.num_experts)
+        if blocks > len(self._file_of):  # told before that many names are made
+            raise ValueError(
+                f"config.json of {self.path} says num_hidden_layers={shape.num_layers}"
+                f"{f' of {shape.num_experts} experts' if shape.num_experts else ''}, but its files hold "
+                f"{len(self._file_of)} tensors in all"
+            )
         expected = {tensor.name: tensor for tensor in hf_tensors(shape)}
         optional = {HEAD} if shape.tied or not head else set()
         there = {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
@@ -152,25 +167,40 @@ class FolderWriter:
         self._file_of: dict[str, int] = {}
         self._total_bytes = 0
         self._count = 0
-        for file in sorted(source.iterdir()):
-            if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
+        try:
+            for file in copied_files(source):
                 shutil.copyfile(file, self.aside / file.name)
+        except BaseException:
+            self.abandon()
+            raise
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write a bucket of tensors as one file."""
         bucket = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
         self._count += 1
-        save_file(bucket, self.aside / _part(self._count, 0), metadata={"format": "pt"})
+        self._save(bucket, _part(self._count, 0))
         for name, tensor in bucket.items():
             self._file_of[name] = self._count
             self._total_bytes += tensor.numel() * tensor.element_size()
 
     def add_value_head(self, weight: torch.Tensor) -> None:
         """Write a critic's head beside its trunk; weight: [1, h]."""
-        save_file({VALUE_HEAD: weight.detach().cpu().contiguous()}, self.aside / VALUE_HEAD_FILE)
+        self._save({VALUE_HEAD: weight.detach().cpu().contiguous()}, VALUE_HEAD_FILE)
+
+    def _save(self, tensors: dict[str, torch.Tensor], name: str) -> None:
+        """Error: `OSError` where the disk refuses."""
+        try:
+            save_file(tensors, self.aside / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{self.aside / name}: {error}") from error
+
+    def abandon(self) -> None:
+        """Remove what is written; the folder that was in the place stays."""
+        shutil.rmtree(self.aside, ignore_errors=True)
 
     def finish(self) -> None:
-        """Name the files, write the index, and move the folder to its place, replacing an older one."""
+        """Name the files, write index and mark, and move the folder to its place, replacing an older one."""
+        (self.aside / MARK).write_text(json.dumps({"written_by": "flowrl"}) + "\n")
         if self._count == 1:
             (self.aside / _part(1, 0)).rename(self.aside / "model.safetensors")
         else:
@@ -184,11 +214,43 @@ class FolderWriter:
         if self.target.exists():
             old = self.target.with_name(f".{self.target.name}.old-{os.getpid()}")
             self.target.rename(old)
-            self.aside.rename(self.target)
+            try:
+                self.aside.rename(self.target)
+            except OSError:
+                old.rename(self.target)
+                raise
             shutil.rmtree(old)
         else:
             self.aside.rename(self.target)
 
 
+def copied_files(source: Path) -> list[Path]:
+    """What an export takes over from a model folder as it is."""
+    files = [file for file in sorted(source.iterdir()) if file.is_file() and file.name != MARK]
+    return [file for file in files if not file.name.endswith(WEIGHT_SUFFIXES)]
+
+
+def is_export(folder: Path, source: Path) -> bool:
+    """Whether an earlier export of `source`, and nothing else, lies in the folder."""
+    entries = list(folder.iterdir())
+    weights = [entry.name for entry in entries if entry.name.endswith(".safetensors")]
+    known = {INDEX, MARK, *weights, *(file.name for file in copied_files(source))}
+    return (folder / MARK).is_file() and all(entry.name in known and entry.is_file() for entry in entries)
+
+
 def _part(number: int, count: int) -> str:
     return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_weights(
+    writer: FolderWriter, source: HFFolder, buckets: Iterable[Iterable[tuple[str, torch.Tensor]]]
+) -> None:
+    """In the types that the original folder `source` has, so a model that did not learn is exported bit for bit (where the
+    engine's type is as wide as the folder's)."""
+    narrowed = set()
+    for bucket in buckets:
+        tensors = [(name, tensor, source.dtype(name)) for name, tensor in bucket]
+        narrowed |= {dtype for _, tensor, dtype in tensors if dtype.itemsize < tensor.element_size()}
+        writer.add((name, tensor.to(dtype)) for name, tensor, dtype in tensors)
+    if narrowed:
+        logger.info("exported as %s, the type of %s", ", ".join(map(str, narrowed)), source.path)

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import (  # type: ignore[import-untyped]
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
     set_tensor_model_parallel_attributes,
 )
@@ -125,9 +126,12 @@ def build_chunks(
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         # The one piece of global state that the layers use; the rest stays uninitialised.
         parallel_state._set_global_memory_buffer()
-    model_parallel_cuda_manual_seed(
-        seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank(), force_reset_rng=True
-    )
+    if not get_cuda_rng_tracker().get_states():
+        # Once in a process: what a role takes over from a checkpoint is not lost when another is made after it.
+        model_parallel_cuda_manual_seed(
+            seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank(),
+            force_reset_rng=True,
+        )  # fmt: skip
     cure()
     vpp = settings.virtual_pipeline_model_parallel_size
     if vpp is None:

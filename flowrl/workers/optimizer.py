@@ -16,6 +16,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # t
 from megatron.core.process_groups_config import ProcessGroupCollection  # type: ignore[import-untyped]
 
 from flowrl.config.schema import OptimConfig
+from flowrl.workers.megatron_private_optimizer import OptimizerShard, optimizer_shards
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Optimizer:
         self._config = config
         self._total_steps = total_steps
         self._step = 0
+        self._taken = 0
         settings = OptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -102,6 +104,22 @@ class Optimizer:
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
+    @property
+    def num_steps(self) -> tuple[int, int]:
+        """How many steps the schedule has gone, and how many of them moved the weights."""
+        return self._step, self._taken
+
+    def shards(self) -> list[OptimizerShard]:
+        """What this rank steps of each parameter. Moments are made, at zero, where no step has made them yet."""
+        return list(optimizer_shards(self._optimizer))
+
+    def resume(self, num_steps: int, num_taken: int) -> None:
+        """Go on after so many steps of the schedule and so many that moved the weights; moments are set by the caller."""
+        self._step, self._taken = num_steps, num_taken
+        for shard in self.shards():
+            # A number of its own for each: torch's AdamW counts it up in place, once per parameter.
+            shard.state["step"] = torch.full_like(shard.state["step"], num_taken)
+
     @torch.no_grad()
     def step(self) -> StepResult:
         """Take the step that the accumulated gradients ask for.
@@ -127,6 +145,7 @@ class Optimizer:
             for part in self._optimizer.chained_optimizers:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad, grad_norm)
         self._optimizer.step_with_ready_grads()
+        self._taken += 1
         return StepResult(grad_norm, lr, taken=True, skipped=False)
 
     def _report_bad_gradient(self, grad_norm: float) -> None:

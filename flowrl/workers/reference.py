@@ -5,13 +5,14 @@ from __future__ import annotations
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.schema import ReferenceConfig
 from flowrl.protocol import DataProto, Ragged
-from flowrl.single_controller.dispatch import MeshPosition, broadcast, split_over
-from flowrl.single_controller.worker import Worker, register
+from flowrl.single_controller.dispatch import split_over
+from flowrl.single_controller.worker import register
 from flowrl.workers.engine import Engine
 from flowrl.workers.heads import PolicyHead
+from flowrl.workers.trained import EngineWorker
 
 
-class ReferenceWorker(Worker):
+class ReferenceWorker(EngineWorker):
     """Log-probs of a policy that does not change. Mesh "train": one slice per replica of the model."""
 
     def __init__(
@@ -28,9 +29,6 @@ class ReferenceWorker(Worker):
         head = PolicyHead(min(num_tokenizer_ids, shape.vocab_size), temperature)
         self._engine = Engine(model_path, shape, config, head, device=self.device, seed=seed)
 
-    def meshes(self) -> dict[str, MeshPosition]:
-        return {**super().meshes(), "train": self._engine.position}
-
     @register(dispatch=split_over("train", balance="response_ids"))
     def log_probs(self, batch: DataProto) -> DataProto:
         """Column `reference_log_probs` over the response tokens, nats, at the sampling temperature."""
@@ -39,13 +37,3 @@ class ReferenceWorker(Worker):
             return DataProto(row_ids=batch.row_ids)
         column = Ragged.from_lengths(outputs[0].contiguous(), batch.lengths("response_ids"))
         return DataProto({"reference_log_probs": column}, row_ids=batch.row_ids)
-
-    @register(dispatch=broadcast)
-    def offload(self) -> None:
-        """Give this role's memory on a GPU to others until `reload`; without `offload` in its section nothing moves."""
-        self._engine.offload()
-
-    @register(dispatch=broadcast)
-    def reload(self) -> None:
-        """Take the memory back before the role is used again."""
-        self._engine.reload()

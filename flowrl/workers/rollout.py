@@ -52,7 +52,7 @@ class RolloutWorker(Worker):
 
     Engines are consecutive ranks and never sleep, unless a trainer of sizes `beside` is on the same ranks: then both
     share an order in which the fewest bytes move, and the devices' memory by turns.
-    The engine starts with the weights of `model_path`, which have version 0; each `receive_weights` adds 1.
+    The engine starts with the weights of `model_path`, which have `weights_version`; each `receive_weights` adds 1.
     `num_tokenizer_ids`: ids at or over it are never sampled. `stop_token_ids`: end a response, beside
     `config.stop_token_ids`. `seed`: for what vLLM draws outside of requests; every request has its own seed.
 
@@ -70,7 +70,9 @@ class RolloutWorker(Worker):
         stop_token_ids: Sequence[int],
         max_prompt_tokens: int,
         seed: int,
+        trust_remote_code: bool = False,
         beside: ParallelSizes | None = None,
+        weights_version: int = 0,
     ) -> None:
         self._shape = shape
         self._config = config
@@ -84,7 +86,7 @@ class RolloutWorker(Worker):
             self._places = common_places(shape, self.world_size, beside, self._sizes)
         engines = engine_ranks(self._places)
         self._replica, self._ranks = next((n, ranks) for n, ranks in enumerate(engines) if self.rank in ranks)
-        self._engine = self._start(model_path, seed)
+        self._engine = self._start(model_path, seed, trust_remote_code)
         self._memory = EngineMemory()
         if num_tokenizer_ids < shape.vocab_size:
             self._engine.limit_vocabulary(num_tokenizer_ids)
@@ -93,11 +95,11 @@ class RolloutWorker(Worker):
         self._recording = record(self._engine.load_weights, self._parameters, self._tensors)
         self._transfer: Transfer | None = None
         self._source: WeightSource | Link | None = None
-        self._weights_version = 0
+        self._weights_version = weights_version
         if self.rank == 0:
             self._say_sampling()
 
-    def _start(self, model_path: str, seed: int) -> vllm_private.Engine:
+    def _start(self, model_path: str, seed: int, trust_remote_code: bool) -> vllm_private.Engine:
         config, device = self._config, self.device.type
         tokens = self._max_prompt_tokens + config.max_response_tokens
         if tokens > self._shape.max_positions:
@@ -115,6 +117,7 @@ class RolloutWorker(Worker):
         return vllm_private.Engine(
             vllm_private.EngineSpec(
                 model_path=model_path,
+                trust_remote_code=trust_remote_code,
                 device=device,
                 dtype=config.dtype,
                 tp=config.layout.tp,
@@ -237,6 +240,11 @@ class RolloutWorker(Worker):
         """Leave the ranks that the last move was made with."""
         if self._transfer is not None:
             self._transfer.world.close()
+
+    @register(dispatch=broadcast)
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of prompts: the next responses are computed as by an engine that has just started."""
+        self._engine.reset_prefix_cache()
 
     @register(dispatch=broadcast)
     def sleep(self) -> None:

@@ -99,13 +99,14 @@ class ModelWeights:
         self._held: tuple[list[torch.Tensor], list[HeldRegion]] = [], []
         self._head = head
         self._places = [place.train for place in places if place.train is not None]
-        self._table = self._stage(self._places[dist.get_rank()])
+        self._table = self.stage(self._places[dist.get_rank()])
         expected = {parameter.name: parameter.shape for parameter in self._table}
         actual = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         if expected != actual:
             raise ValueError(_difference(expected, actual))
 
-    def _stage(self, at: TrainPlace) -> tuple[Parameter, ...]:
+    def stage(self, at: TrainPlace) -> tuple[Parameter, ...]:
+        """What a rank at this place holds."""
         return stage_parameters(
             self.shape,
             tp=self.layout.tp,
@@ -142,16 +143,20 @@ class ModelWeights:
             self._held = [parameter.data for parameter in parameters], regions
         return regions
 
+    def stages(self) -> Iterator[tuple[int, TrainPlace, tuple[Parameter, ...]]]:
+        """The first rank of those that hold the same, its place, and what it holds."""
+        seen: set[tuple[int, ...]] = set()
+        for rank, at in enumerate(self._places):
+            if (shard := (at.pp, at.tp, at.ep, at.etp)) not in seen:
+                seen.add(shard)
+                yield rank, at, self.stage(at)
+
     def _sources(self) -> dict[str, list[_Source]]:
         """For each Hugging Face tensor, pieces that cover it exactly once: each from the first rank that holds it."""
         sources: dict[str, list[_Source]] = {}
         found: set[tuple[str, Box]] = set()
-        seen: set[tuple[int, ...]] = set()
-        for rank, at in enumerate(self._places):
-            if (place := (at.pp, at.tp, at.ep, at.etp)) in seen:
-                continue
-            seen.add(place)
-            for parameter in self._stage(at):
+        for rank, _, parameters in self.stages():
+            for parameter in parameters:
                 for piece in parameter.pieces:
                     if (piece.tensor, piece.source) not in found:
                         found.add((piece.tensor, piece.source))

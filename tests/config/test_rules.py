@@ -329,7 +329,7 @@ def test_a_knob_that_nothing_reads_is_refused(argv: list[str], expected: str) ->
 
 @pytest.mark.parametrize(
     "override",
-    ["actor.layout.cp=2", "critic.layout.cp=2", "trainer.resume=auto"],
+    ["actor.layout.cp=2", "critic.layout.cp=2"],
 )
 def test_what_is_not_built_is_refused_by_name(override: str) -> None:
     message = refusal(override)
@@ -485,3 +485,15 @@ def test_an_unknown_architecture_lists_the_known_ones(make_model: MakeModel, tmp
         and "Qwen3ForCausalLM" in message
     )
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["trainer.resume=runs/none/checkpoints/step_8"], "trainer.resume=runs/none/checkpoints/step_8 is no folder"),
+        (["trainer.keep_checkpoints=3"], "trainer.keep_checkpoints has no effect: trainer.save_every=0"),
+        (["trainer.resume=never", "trainer.resume_allow=[kl]"], "trainer.resume_allow has no effect"),
+    ],
+)
+def test_knobs_of_checkpoints_are_checked(argv: list[str], expected: str) -> None:
+    assert expected in refusal(*argv)

@@ -159,3 +159,18 @@ def test_the_built_in_task_fits_its_defaults() -> None:
     held_out = load_prompts(config.eval_files, config, tokenizer, seed=0, held_out=True)
     assert len(train.step(1)) == 64 and len(held_out.eval_batch(config.eval_prompts)) == 128
     assert not {prompt.text for prompt in train.prompts} & {prompt.text for prompt in held_out.prompts}
+
+
+def test_each_file_has_a_digest_of_all_that_its_prompts_say(make_folder: MakeFolder, write: Write) -> None:
+    folder, rows = make_folder(), [{"prompt": f"w{i}", "id": f"p{i}", "answer": i} for i in range(3)]
+
+    def digest(*changed: dict[str, object]) -> str:
+        (found,) = load(folder, [write(*changed)], DEFAULTS).digests().values()
+        return found
+
+    same = digest(*rows)
+    assert digest(*rows) == same
+    other_answer, other_order = [*rows[:2], {**rows[2], "answer": 7}], rows[::-1]
+    assert len({same, digest(*other_answer), digest(*other_order), digest(*rows[:2])}) == 4
+    whole = load(folder, [write(*rows)], DEFAULTS)
+    assert set(whole.digests()) == {whole.prompts[0].place.rpartition(", ")[0]}

@@ -30,7 +30,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_three_steps_of_ppo_with_experts(flowrl: Command, mixture: Path, layout: str) -> None:
     """PAR-08: actor, critic and reference share the layout of the experts; each transfer is proven."""
-    run = flowrl(*SMALL, f"model.path={mixture}", *LAYOUTS[layout], "trainer.save_every=3")
+    run = flowrl(*SMALL, f"model.path={mixture}", *LAYOUTS[layout], "trainer.export_every=3")
     check(run, EVERY_RUN | WITH_CRITIC | WITH_REFERENCE)
     exported = json.loads((run.folder / "export" / "step_3" / "config.json").read_text())
     assert exported["architectures"] == ["Qwen3MoeForCausalLM"]

@@ -43,7 +43,6 @@ LAYOUTS = {
     "colocate": ("placement=colocate",),
     "split": ("placement=split",),
     "standalone_rollout": ("placement=standalone_rollout",),
-    "train_tp2_rollout_tp1": ("actor.layout.tp=2", "rollout.layout.tp=1"),
     "train_pp2_rollout_tp2": ("actor.layout.tp=1", "actor.layout.pp=2", "rollout.layout.tp=2"),
     "train_tp1_rollout_tp2": ("actor.layout.tp=1", "rollout.layout.tp=2"),
 }
@@ -89,7 +88,7 @@ def test_rewards_do_not_depend_on_where_responses_are_generated(flowrl: Command)
 def test_a_run_of_four_processes_without_critic_exports_a_folder(flowrl: Command) -> None:
     run = flowrl(
         *SMALL, "algorithm=grpo", "kl=none", "cluster.devices=4", "actor.layout.tp=2", "actor.layout.pp=2",
-        "rollout.layout.tp=4", "trainer.save_every=3",
+        "rollout.layout.tp=4", "trainer.export_every=3",
     )  # fmt: skip
     check(run, EVERY_RUN, WITH_CRITIC | WITH_REFERENCE)
     exported = {path.name for path in (run.folder / "export" / "step_3").iterdir()}
@@ -103,7 +102,7 @@ def test_an_interleaved_pipeline_runs_like_a_plain_one(flowrl: Command, tmp_path
     # A random model solves nothing: this reward differs with every character of a response.
     graded = tmp_path / "graded.py"
     graded.write_text("def score(prompt, response, row):\n    return sum(map(ord, response)) % 7 / 7\n")
-    layout = ("actor.layout.pp=2", "rollout.layout.tp=2", "trainer.save_every=3", f"reward.function={graded}:score")
+    layout = ("actor.layout.pp=2", "rollout.layout.tp=2", "trainer.export_every=3", f"reward.function={graded}:score")
     runs = [
         flowrl(*SMALL, f"model.path={model}", *layout, f"actor.layout.vpp={vpp}", name=f"vpp{vpp}") for vpp in (1, 2)
     ]
@@ -127,7 +126,7 @@ def last_rewards(run: Finished) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_ppo_learns_the_built_in_task(flowrl: Command, seed: int) -> None:
     run = flowrl(f"trainer.seed={seed}", timeout=600)
     check(run, EVERY_RUN | WITH_CRITIC | WITH_REFERENCE)

@@ -60,6 +60,25 @@ def raises(prompt, response, row):
 def raises_on_empty(prompt, response, row):
     return float(response.split()[-1])
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+def unspeakable(prompt, response, row):
+    if row["n"] == 2:
+        raise Unspeakable
+    return 1.0
+
+class Unreadable:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+def unreadable(prompt, response, row):
+    return Unreadable() if row["n"] == 2 else 1.0
+
+def greedy(prompt, response, row):
+    return len(bytearray(2 << 30)) if row["n"] == 2 else 1.0
+
 def exits(prompt, response, row):
     if row["n"] == 2:
         sys.exit(3)
@@ -113,7 +132,7 @@ def runner(tmp_path: Path) -> Callable[..., RewardRunner]:
     (tmp_path / "graders.py").write_text(FUNCTIONS)
 
     def make(name: str, **changes: Any) -> RewardRunner:
-        settings = {"num_processes": 2, "timeout_seconds": 5.0, "on_error": "raise"} | changes
+        settings = {"num_processes": 2, "timeout_seconds": 5.0, "memory_bytes": 1 << 30, "on_error": "raise"} | changes
         return RewardRunner(RewardConfig(function=f"{tmp_path / 'graders.py'}:{name}", **settings))
 
     return make
@@ -176,6 +195,10 @@ def test_a_stuck_row_ends_the_step_by_default_and_the_pool_recovers(runner: Call
 def test_what_a_stuck_row_started_dies_with_it(runner: Callable[..., RewardRunner], tmp_path: Path) -> None:
     with runner("breeds", timeout_seconds=1.0) as rewards, pytest.raises(RewardError):
         grade(rewards, 1, file=str(tmp_path / "pid"))
+    # The kernel ends a whole group at once but takes each process away when it gets to it.
+    deadline = time.monotonic() + 60
+    while not gone(int((tmp_path / "pid").read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -200,6 +223,9 @@ def test_a_raising_row_gets_the_score_the_user_chose(runner: Callable[..., Rewar
     [
         ("exits", "raised SystemExit: 3"),
         ("dies", "was killed by signal SIGKILL"),
+        ("unspeakable", r"raised Unspeakable: \(its __str__ raises RuntimeError\)"),
+        ("unreadable", "returned a value that raises RuntimeError: no words when it is read"),
+        ("greedy", r"ran out of memory \(reward\.memory_bytes=1073741824 for each reward process\)"),
         ("nan_on_two", r"returned nan \(float\); expected a finite number"),
     ],
 )
@@ -212,7 +238,10 @@ def test_other_failures_name_row_and_function_too(runner: Callable[..., RewardRu
         grade(rewards)
 
 
-def test_a_process_killed_while_idle_is_replaced(runner: Callable[..., RewardRunner]) -> None:
+def test_a_process_killed_while_idle_is_replaced(
+    runner: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And it is said; no row is affected."""
     with runner("number", num_processes=1) as rewards:
         grade(rewards)
         victim = rewards._processes[0].pid
@@ -220,6 +249,7 @@ def test_a_process_killed_while_idle_is_replaced(runner: Callable[..., RewardRun
         time.sleep(0.1)
         assert grade(rewards).scores.tolist() == [0.0, 1.0, 2.0, 3.0]
         assert rewards._processes[0].pid != victim
+        assert f"reward process {victim} was killed by signal SIGKILL while idle" in caplog.text
 
 
 def test_the_users_function_gets_every_row_whatever_its_fields_say(runner: Callable[..., RewardRunner]) -> None:
@@ -279,7 +309,9 @@ def test_check_tries_the_function_before_anything_expensive(runner: Callable[...
 
 def test_a_module_that_ends_its_process_at_import_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("import os; os._exit(4)\n")
-    config = RewardConfig(function=f"{tmp_path / 'ends.py'}:f", num_processes=1, timeout_seconds=1.0, on_error="raise")
+    config = RewardConfig(
+        function=f"{tmp_path / 'ends.py'}:f", num_processes=1, timeout_seconds=1.0, memory_bytes=0, on_error="raise"
+    )
     with RewardRunner(config) as rewards, pytest.raises(ConfigError, match="ended its process with exit code 4"):
         rewards.check({"prompt": "p"})
 
@@ -288,7 +320,7 @@ def test_what_the_driver_can_import_the_function_can(tmp_path: Path, monkeypatch
     """REW-02: a module that lies only in the driver's working directory."""
     (tmp_path / "only_here.py").write_text("def f(prompt, response, row):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
-    with RewardRunner(RewardConfig(function="only_here:f", num_processes=1)) as rewards:
+    with RewardRunner(RewardConfig(function="only_here:f", num_processes=1, memory_bytes=0)) as rewards:
         assert grade(rewards, 1).scores.tolist() == [0.5]
 
 
@@ -314,7 +346,7 @@ DRIVER = """
 import sys
 from flowrl.config.schema import RewardConfig
 from flowrl.rewards.runner import RewardRunner
-rewards = RewardRunner(RewardConfig(function=sys.argv[1], num_processes=2, timeout_seconds=600.0, on_error="raise"))
+rewards = RewardRunner(RewardConfig(function=sys.argv[1], num_processes=2, timeout_seconds=600.0, memory_bytes=0, on_error="raise"))
 rewards.score(["p"], [""], [{"n": 0}], ["i"])
 print(*[process.pid for process in rewards._processes], flush=True)
 rewards.score(["p"] * 4, [""] * 4, [{"n": n} for n in range(4)], list("abcd"))

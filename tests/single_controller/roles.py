@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -124,3 +125,17 @@ class Faulty(Worker):
     def crash(self, signum: int) -> None:
         os.kill(os.getpid(), signum)
         time.sleep(60)
+
+    @register(dispatch=broadcast)
+    def hangs_in_collective(self, rank: int) -> None:
+        """One rank sleeps, the others wait for it."""
+        if self.rank == rank:
+            time.sleep(600)
+        dist.barrier()
+
+    @register(dispatch=broadcast)
+    def exhausts_memory(self, rank: int) -> None:
+        if self.rank == rank:
+            resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
+            torch.zeros(16 << 30)
+        dist.barrier()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from flowrl.protocol import DataProto
 from flowrl.single_controller import Worker, broadcast, register, split_over
 from flowrl.single_controller.dispatch import Mesh, MeshPosition, balanced_rows, gather_order, neighbouring_rows
 from flowrl.single_controller.failures import death_cause
+from flowrl.single_controller.link import open_store
 from flowrl.single_controller.placement import NodeResources, bundle_for, cpu_share, shortfall
 from flowrl.single_controller.process import device_index
 
@@ -131,3 +134,12 @@ def test_assigned_gpu_is_found_among_the_visible_ones():
 def test_the_cause_of_death_is_told_as_far_as_it_is_known(message, tail, kills, words):
     """RAY-01: signal, memory figures or exit code."""
     assert words in death_cause(message, tail, kills)
+
+
+def test_three_groups_hold_three_ports_from_choice_to_end():
+    """RAY-02: the system picks a port and it is bound at once, so there is no range to configure or to exhaust."""
+    stores = [open_store("127.0.0.1", 1) for _ in range(3)]
+    assert len({store.port for store in stores}) == 3
+    for store in stores:
+        with socket.socket() as late, pytest.raises(OSError, match="in use"):
+            late.bind(("127.0.0.1", store.port))

@@ -27,7 +27,7 @@ def make_link(meeting: str, sizes: tuple[int, int], *, trains: bool, seconds: fl
     """The link of two pools whose trainers' rank 0 writes the port of its store to the file `meeting`."""
     rank, path = dist.get_rank(), Path(meeting)
     if trains and rank == 0:
-        store = open_store(sum(sizes))
+        store = open_store("127.0.0.1", sum(sizes))
         path.with_suffix(".new").write_text(str(store.port))
         path.with_suffix(".new").rename(path)
     else:

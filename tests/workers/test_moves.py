@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -60,15 +60,29 @@ SPREAD = Setup(tp=2, expert_parallel=True)
 EXPERTS = [Setup(), Setup(tp=2), SPREAD, Setup(tp=4), Setup(tp=4, expert_parallel=True), Setup(tp=2, pp=2)]
 EXPERTS.append(Setup(tp=2, pp=2, expert_parallel=True))
 WIDE = [Cell(tp=4, pp=2), Cell(tp=2, pp=4), Cell(tp=2)]
+
+
+def every_second(cells: Sequence[Cell], setups: Sequence[Setup]) -> list[Pair]:
+    """Like the fields of one colour on a chess board: each layout of either side meets half of the other's."""
+    return [(cells[i], setups[j]) for i, j in product(range(len(cells)), range(len(setups))) if (i + j) % 2 == 0]
+
+
 GRID: dict[str, tuple[str, int, list[Pair]]] = {
     "two": ("Llama", 2, list(product(HALVES, ROLLOUT[:2] + [Setup(pp=2)]))),
-    **{f"four-tp{s.tp}pp{s.pp}": ("Llama", 4, [(cell, s) for cell in TRAIN]) for s in ROLLOUT},
+    **{
+        f"four-tp{setup.tp}pp{setup.pp}": (
+            "Llama",
+            4,
+            [pair for pair in every_second(TRAIN, ROLLOUT) if pair[1] == setup],
+        )
+        for setup in ROLLOUT
+    },
     "Qwen2": ("Qwen2", 4, list(product([Cell(tp=4), Cell(tp=2, pp=2), Cell(pp=2, first_stage_layers=1)], FEW))),
     "Qwen3": ("Qwen3", 4, list(product([Cell(tp=4), Cell(tp=2, pp=2), Cell(pp=2, vpp=2)], FEW))),
     "tied": ("tied", 4, list(product(UNEVEN, FEW))),
-    "Qwen3Moe-one-stage": ("Qwen3Moe", 4, list(product(MIXED, [setup for setup in EXPERTS if setup.pp == 1]))),
-    "Qwen3Moe-stages": ("Qwen3Moe", 4, list(product(MIXED, [setup for setup in EXPERTS if setup.pp > 1]))),
-    "Mixtral": ("Mixtral", 4, list(product([*MIXED[1:4], Cell(tp=4, ep=2, etp=2)], EXPERTS))),
+    "Qwen3Moe-one-stage": ("Qwen3Moe", 4, every_second(MIXED, [setup for setup in EXPERTS if setup.pp == 1])),
+    "Qwen3Moe-stages": ("Qwen3Moe", 4, every_second(MIXED, [setup for setup in EXPERTS if setup.pp > 1])),
+    "Mixtral": ("Mixtral", 4, every_second([*MIXED[1:4], Cell(tp=4, ep=2, etp=2)], EXPERTS)),
     "single": ("single", 4, list(product([Cell(), Cell(tp=2), Cell(tp=4)], [Setup(), Setup(tp=2), Setup(tp=4)]))),
     "eight": ("wide", 8, list(product(WIDE, [Setup(tp=2), Setup(tp=8), Setup(tp=4, pp=2)]))),
 }
