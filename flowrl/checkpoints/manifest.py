@@ -149,8 +149,12 @@ def unlisted(root: Path, folder: str, listed: Iterable[str]) -> list[str]:
 
 
 def _files(root: Path) -> list[str]:
-    """Every file under the folder but its manifest; links to folders count, since they are not followed."""
-    found = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_symlink() or not path.is_dir())
+    """Every file under the folder but its manifest; links to folders count, since they are not followed.
+
+    Not `.nfs*`: there NFS keeps what was removed while somebody, an indexer or a backup, had it open.
+    """
+    files = (path for path in root.rglob("*") if path.is_symlink() or not path.is_dir())
+    found = (path.relative_to(root).as_posix() for path in files if not path.name.startswith(".nfs"))
     return [path for path in found if path != MANIFEST]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 HIDDEN = "***"
 SECRET_ENDINGS = ("key", "token", "password", "secret", "authorization")
 """A key whose name ends like this holds a secret; counts such as `max_prompt_tokens` do not."""
-_USER_INFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s]+@")
+# A password with a slash that is not escaped is no valid URL, but a secret. A port is no password.
+_USER_INFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s]+|[^/\s:@]+:(?!\d+/)[^\s@]+)@")
 _IN_QUERY = re.compile(rf"([?&][\w.-]*(?:{'|'.join(SECRET_ENDINGS)})=)[^&#\s'\"]+", re.IGNORECASE)
 
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from flowrl.single_controller.ray_private import (
     free_resources,
     keep_ray_off_the_console,
     leave_lost_ray,
+    pids_of_own_ray,
     raylet_address,
 )
 from flowrl.single_controller.reaper import reap
@@ -104,7 +105,7 @@ class Cluster:
             self._joined = True
             self._reaper = self._start_reaper()
             where = f"joined {ray.get_runtime_context().gcs_address}"
-        self._ray_watch = ray_watch = RayWatch(self._ray_processes())
+        self._ray_watch = ray_watch = RayWatch(self._ray_processes(), self._leave_to_say)
         self.calls = Calls(call_timeout_seconds, ray_watch, ray.util.get_node_ip_address())
         liveness.check = self.calls.poll
         self.banner = f"Ray: {where}, ray {ray.__version__}, Python {platform.python_version()}, {self.num_cpus:g} CPUs"
@@ -140,9 +141,16 @@ class Cluster:
     def _start_reaper(self) -> subprocess.Popen[bytes]:
         paths = [str(path) for path in (self._temp_dir, self._lock) if path is not None]
         command = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), self._marked, *paths]
-        null = subprocess.DEVNULL
         # Its own session: a Ctrl-C meant for the driver must not end it.
-        return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, bufsize=0
+        )
+
+    def _leave_to_say(self, words: str) -> None:
+        """The reaper says it, should this process end without a word."""
+        if self._reaper is not None and self._reaper.stdin is not None:
+            with suppress(OSError):
+                self._reaper.stdin.write(f"{words}\n".encode())
 
     @property
     def _marked(self) -> str:
@@ -151,7 +159,7 @@ class Cluster:
 
     def _ray_processes(self) -> OwnRay | JoinedRay:
         if self._owned:
-            return OwnRay(ended_processes)
+            return OwnRay(ended_processes, pids_of_own_ray())
         context = ray.get_runtime_context()
         host, _, port = context.gcs_address.rpartition(":")
         return JoinedRay({"GCS": (host, int(port)), "raylet": raylet_address(context.get_node_id())})
@@ -228,7 +236,7 @@ class Cluster:
         reap(self._marked, [self._temp_dir] if self._temp_dir is not None else [])
         if self._reaper is not None:
             self._reaper.kill()
-            self._reaper.wait()
+            self._reaper.communicate()
         self._owned, self._joined, self._temp_dir, self._reaper = False, False, None, None
 
     def __enter__(self) -> Cluster:

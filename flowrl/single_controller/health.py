@@ -7,12 +7,14 @@ it ends the driver.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 import ray
 
@@ -26,9 +28,30 @@ _STUCK_SECONDS = 10.0
 class OwnRay:
     """A Ray that this process started, so that the system tells of its processes' ends."""
 
-    def __init__(self, ended: Callable[[], Mapping[str, int]]) -> None:
-        """ended: exit codes of Ray's processes that are gone, by kind."""
+    def __init__(self, ended: Callable[[], Mapping[str, int]], pids: Iterable[int] = ()) -> None:
+        """ended: exit codes of Ray's processes that are gone, by kind. pids: those that live now."""
         self._ended = ended
+        self._poll = select.poll()
+        self._ends: dict[int, None] = {}
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                end = os.pidfd_open(pid)
+                self._ends[end] = None
+                self._poll.register(end, select.POLLIN)
+
+    def wait(self, seconds: float) -> None:
+        """So long, or until one of the processes ends."""
+        for end, _ in self._poll.poll(seconds * 1000):
+            # An end is an end: its descriptor would be ready from now on.
+            self._poll.unregister(end)
+            del self._ends[end]
+            os.close(end)
+
+    def close(self) -> None:
+        """Gives the descriptors back."""
+        for end in self._ends:
+            os.close(end)
+        self._ends.clear()
 
     def problem(self) -> str | None:
         """What is gone, in words; None while all is well."""
@@ -45,6 +68,13 @@ class JoinedRay:
     def __init__(self, addresses: Mapping[str, tuple[str, int]]) -> None:
         """addresses: host and port by kind of process."""
         self._addresses = addresses
+
+    def wait(self, seconds: float) -> None:
+        """So long."""
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def problem(self) -> str | None:
         """What does not answer, in words, tried several times; None while all is well."""
@@ -63,12 +93,13 @@ class JoinedRay:
 class RayWatch:
     """Looks every second, on a thread of its own, whether Ray lives. The driver asks with `problem`.
 
-    Some of Ray's calls (`ray.put`, ...) do not return when it is gone. A driver whose main thread stays inside one is
-    ended, with one line and exit code 1; the reaper cleans up.
+    When it is gone, others of Ray's calls end the driver at once and without a word, with exit code 1, and some
+    (`ray.put`, ...) do not return. A driver whose main thread stays inside one of these is ended; the reaper cleans up.
     """
 
-    def __init__(self, processes: OwnRay | JoinedRay) -> None:
-        self._processes = processes
+    def __init__(self, processes: OwnRay | JoinedRay, last_words: Callable[[str], None]) -> None:
+        """last_words: is told, the last one counts, what is to be said should this process end without a word."""
+        self._processes, self._last_words = processes, last_words
         self._found: str | None = None
         self._lock = threading.Lock()
         self._asked, self._closed = threading.Event(), threading.Event()
@@ -91,17 +122,19 @@ class RayWatch:
         with self._lock:
             if self._found is None and not self._closed.is_set():
                 self._found = self._processes.problem()
+                if self._found is not None:
+                    self._last_words(f"{self._found}; Ray ended the driver with it")
 
     def _watch(self) -> None:
-        while self._found is None:
-            if self._closed.wait(_LOOK_SECONDS):
-                return
+        while self._found is None and not self._closed.is_set():
+            self._processes.wait(_LOOK_SECONDS)
             self._look()
+        self._processes.close()
         inside = 0
         while not self._asked.wait(_LOOK_SECONDS) and not self._closed.is_set():
             inside = inside + 1 if _main_thread_is_in_ray() else 0
             if inside * _LOOK_SECONDS >= _STUCK_SECONDS:
-                os.write(2, f"{self._found}; the driver waited for Ray meanwhile and was ended\n".encode())
+                self._last_words(f"{self._found}; the driver waited for Ray meanwhile and was ended")
                 os._exit(1)
 
 

@@ -186,6 +186,7 @@ class Process:
         from flowrl.single_controller import device_memory
 
         self._check_thread()
+        trace_crashes(self._log)
         gc.enable()
         args, kwargs = self._received(arguments)
         role = self._roles[command.role]
@@ -249,17 +250,26 @@ def device_index(assigned: str, visible: str | None) -> int:
     return names.index(assigned) if assigned in names else int(assigned)
 
 
+def trace_crashes(log: TextIO | None) -> None:
+    """From now on a crash leaves its signal and stacks in the log, or on stderr where there is none.
+
+    To be repeated: libraries that come with vLLM take SIGSEGV for themselves when they are imported.
+    """
+    faulthandler.disable()
+    faulthandler.enable(log or sys.__stderr__ or sys.stderr)
+
+
 def _redirect_output(spec: ProcessSpec) -> TextIO | None:
     """Send everything that this process writes, C++ libraries included, to its own log file."""
     if spec.log_dir is None:
-        faulthandler.enable()
+        trace_crashes(None)
         return None
     os.makedirs(spec.log_dir, exist_ok=True)
     log = open(os.path.join(spec.log_dir, f"{spec.pool_name}-rank{spec.rank}.log"), "a", buffering=1)  # noqa: SIM115
     log.write(log_header(os.getpid()) + "\n")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    faulthandler.enable(file=log)
+    trace_crashes(log)
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     # flowrl's own records, from INFO on, without those of libraries that share the process.

@@ -34,6 +34,12 @@ def ended_processes() -> Mapping[str, int]:
     return {} if node is None else {kind: process.returncode for kind, process in node.dead_processes()}
 
 
+def pids_of_own_ray() -> list[int]:
+    """Of the processes that `ended_processes` is about, while they live."""
+    node = ray._private.worker._global_node
+    return [] if node is None else [process.pid for _, process in node.live_processes()]
+
+
 def raylet_address(node_id: str) -> tuple[str, int]:
     """Host and port of the raylet of a node."""
     node = next(node for node in ray.nodes() if node["NodeID"] == node_id)

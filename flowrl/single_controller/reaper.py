@@ -3,7 +3,8 @@
 Ray's own processes follow a killed driver only in part: its agents stay for half a minute or more, with their files, and
 workers of a Ray that was joined stay while they are busy in native code. This process watches the driver. When it is
 gone, it kills exactly the processes of this node whose environment holds MARK (``NAME=value``) and removes the paths:
-folders, and files that nobody holds a lock on. A driver that ends in order ends this process itself.
+folders, and files that nobody holds a lock on. A driver that ends in order ends this process itself; what others have
+left to say, a line each on the standard input, is said by this process: the last one.
 """
 
 from __future__ import annotations
@@ -88,6 +89,11 @@ def main(driver: int, mark: str, paths: Sequence[str]) -> None:
     """Wait until this process is no longer the driver's child."""
     while os.getppid() == driver:
         time.sleep(_POLL_SECONDS)
+    # Whoever else may hold the other end is not waited for.
+    os.set_blocking(0, False)
+    lines = (sys.stdin.buffer.read() or b"").splitlines(keepends=True)
+    if lines:
+        os.write(2, lines[-1])
     reap(mark, paths)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 PLACES: dict[str, tuple[int, str]] = {
@@ -18,19 +19,24 @@ COMMON = (
     "algorithm=grpo", "kl=none", "trainer.total_steps=3", "trainer.eval_every=0", "data.prompts_per_step=8",
     "actor.minibatch_prompts=8", "reward.function=recipes.kill_matrix.order:score", "reward.num_processes=1",
 )  # fmt: skip
+_GRADING = ("reward function", "row", "SIGKILL", "step")
 STANDALONE = ("placement=standalone_rollout", "cluster.devices=1")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Something that happens to a run: `deed` to `place` in `phase`. `limit_seconds`: what the contract allows for the exit."""
+    """Something that happens to a run: `deed` to `place` in `phase`.
+
+    ends: exit codes that keep the contract, each with what the last line has to say then. limit_seconds: what the contract
+    allows for an exit that is not 0.
+    """
 
     place: str
     phase: str
+    ends: Mapping[int, tuple[str, ...]]
     deed: str = "SIGKILL"
     overrides: tuple[str, ...] = ()
     limit_seconds: float = 15.0
-    exit_code: int = 1
     rank: int = 0
     victim: str = "self"
 
@@ -50,19 +56,35 @@ def cells() -> list[Cell]:
     found = []
     for place, (rank, victim) in PLACES.items():
         for phase in CALLS:
-            limit, code = (30.0, 1) if place == "Ray node" else (15.0, -9 if place == "driver" else 1)
-            found.append(
-                Cell(
-                    place, phase, limit_seconds=limit, rank=rank, victim=victim,
-                    exit_code=0 if place == "reward process" else code,
-                )
-            )  # fmt: skip
-    apart = [Cell("rollout process", phase, overrides=STANDALONE) for phase in ("generate", "reshard")]
-    other = [
-        Cell("reward process", "reward"),
-        Cell("Ray's GCS", "update", victim="gcs_server", limit_seconds=30.0),
-        *(Cell("actor last rank", "update", deed, rank=1) for deed in ("SIGSEGV", "SIGBUS", "raise", "exhaust")),
-        Cell("actor last rank", "update", "hang", ("cluster.call_timeout_seconds=60",), 75.0, rank=1),
-        Cell("rollout rank 0", "generate", "hang", ("cluster.collective_timeout_seconds=30",), 45.0),
+            limit = 30.0 if place == "Ray node" else 15.0
+            found.append(Cell(place, phase, _ends(place, rank), limit_seconds=limit, rank=rank, victim=victim))
+    apart = [
+        Cell("rollout process", phase, _named(0, "SIGKILL"), overrides=STANDALONE) for phase in ("generate", "reshard")
     ]
+    deeds = {"crash": "SIGSEGV", "SIGBUS": "SIGBUS", "raise": "ArithmeticError", "exhaust": "out of memory"}
+    other = [
+        Cell("reward process", "reward", {1: _GRADING}),
+        Cell("Ray's GCS", "update", {1: ("gcs_server", "SIGKILL", "step")}, victim="gcs_server", limit_seconds=30.0),
+        *(Cell("actor last rank", "update", _named(1, words), deed, rank=1) for deed, words in deeds.items()),
+        Cell(
+            "actor last rank", "update", _named(1, "hang"), "hang", ("cluster.call_timeout_seconds=60",), 75.0, rank=1
+        ),
+        Cell(
+            "rollout rank 0", "generate", _named(0, "cluster.collective_timeout_seconds"), "hang",
+            ("rollout.layout.tp=2", "cluster.collective_timeout_seconds=30"), 45.0,
+        ),
+    ]  # fmt: skip
     return [*found, *apart, *other]
+
+
+def _ends(place: str, rank: int) -> Mapping[int, tuple[str, ...]]:
+    if place == "driver":
+        return {-9: ()}
+    if place == "reward process":
+        # It grades while ranks are at work, and what it does at that moment decides.
+        return {0: ("was killed by signal SIGKILL while idle; another takes its place",), 1: _GRADING}
+    return {1: ("raylet", "SIGKILL")} if place == "Ray node" else _named(rank, "SIGKILL")
+
+
+def _named(rank: int, words: str) -> Mapping[int, tuple[str, ...]]:
+    return {1: ("role ", f"rank {rank},", "node ", "phase ", "step ", words)}

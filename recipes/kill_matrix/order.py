@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -28,7 +29,8 @@ class Order:
     """At call `call` (from 1) of the phase's method, rank `rank` of its role does `deed` to `victim`, and notes when.
 
     victim: `self`, or the process whose command line, among the driver's children, has that word (`driver` is itself).
-    deed: the name of a signal, `raise`, `exhaust` (memory) or `hang`. stamp: file for the time, seconds since the epoch.
+    deed: the name of a signal, `crash` (a segmentation fault), `raise`, `exhaust` (memory) or `hang`. stamp: file for the
+    time, seconds since the epoch.
     """
 
     phase: str
@@ -59,6 +61,8 @@ class Order:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, resource.RLIM_INFINITY))
             bytearray(4 * SPARE_BYTES)
+        elif self.deed == "crash":
+            ctypes.string_at(0)
         else:
             os.kill(self._target(), signal.Signals[self.deed])
 

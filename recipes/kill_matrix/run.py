@@ -83,9 +83,11 @@ def _run(cell: Cell, folder: Path) -> Result:
     text = (folder / "err").read_text(errors="replace").replace(str(folder / "run"), "RUN_DIR").strip().splitlines()
     seconds = ended - float(stamp.read_text()) if stamp.exists() else float("nan")
     soon = code == 0 or seconds <= cell.limit_seconds
-    kept = stamp.exists() and code == cell.exit_code and not left and soon
+    last = text[-1] if text else ""
+    said = code in cell.ends and all(words in last for words in cell.ends[code])
+    kept = stamp.exists() and said and not left and soon
     return Result(
-        cell.place, cell.phase, cell.deed, round(seconds, 1), round(clean, 1), code, text[-1] if text else "",
+        cell.place, cell.phase, cell.deed, round(seconds, 1), round(clean, 1), code, last,
         tuple(left), kept,
     )  # fmt: skip
 

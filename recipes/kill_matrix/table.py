@@ -24,8 +24,9 @@ cell is a run of its own of the built-in model: two processes, GRPO, harmed in s
 the phase. *Seconds* run from the deed to the end of the driver's process; for a hang they include the limit, 60 s for a call
 and 30 s for a collective. *Clean* is the time from there until no process, Ray session, shared memory, temporary file,
 socket or lock of the run was left, *left* what was there a minute later. The contract: one error that names its cause, exit
-code 1, within 15 s, a lost node within 30 s; an idle reward process is replaced and the run goes on; a driver that is killed
-says nothing, and what it started goes too. `docs/failures.md` says what a user sees.
+code 1, within 15 s, a lost node within 30 s; a reward process that is idle is replaced and the run goes on; a driver that is
+killed says nothing, and what it started goes too. What the last line has to name is checked. `docs/failures.md` says what a
+user sees.
 
 Cells that are not in the table have not been measured; those that are may come from several runs of the script, the date and
 commit are the last one's.

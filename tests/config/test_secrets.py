@@ -76,6 +76,18 @@ def test_secrets_are_told_by_the_end_of_their_name(name: str, hidden: bool) -> N
     assert (redact({"a": [{name: "value"}]})["a"][0][name] == HIDDEN) is hidden
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://me:s3/cr3t@bucket/x", f"s3://{HIDDEN}@bucket/x"),
+        ("http://host:8000/v1/models@main", "http://host:8000/v1/models@main"),
+        ("https://host/models@main", "https://host/models@main"),
+    ],
+)
+def test_a_slash_in_a_password_does_not_show_it(text: str, shown: str) -> None:
+    assert redact_text(text) == shown
+
+
 @given(st.text(alphabet="ab:/@. ", max_size=30))
 def test_hiding_twice_changes_nothing(text: str) -> None:
     assert redact_text(redact_text(text)) == redact_text(text)

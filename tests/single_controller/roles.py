@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import resource
 import signal
@@ -120,6 +121,12 @@ class Faulty(Worker):
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
+
+    @register(dispatch=broadcast)
+    def take_crashes(self, take: bool) -> None:
+        """As libraries do that want SIGSEGV for themselves."""
+        if take:
+            faulthandler.disable()
 
     @register(dispatch=broadcast)
     def crash(self, signum: int) -> None:

@@ -54,6 +54,8 @@ def test_killed_rank_is_named_within_seconds_though_its_peer_raises_first(cluste
 def test_crash_is_told_from_a_kill_and_noticed_between_calls(cluster, doomed):
     """RAY-01: a segmentation fault leaves its name; a process that died between calls is noticed at the next one."""
     faulty = WorkerGroup.spawn(doomed, Faulty, name="critic")
+    faulty.take_crashes(True)
+    faulty.take_crashes(False)
     cluster.wait()
     os.kill(doomed.pids[0], signal.SIGSEGV)
     time.sleep(1.0)

@@ -147,15 +147,44 @@ def test_a_driver_that_is_stuck_in_ray_when_it_is_gone_is_ended_with_one_line():
     # A function of Ray's that takes long stands for one that does not return; the main thread may do anything else.
     program = (
         "import sys, time, ray; from flowrl.single_controller import health; health._STUCK_SECONDS = health._LOOK_SECONDS = 0.1\n"
-        "health.RayWatch(health.OwnRay(lambda: {'raylet': -9})); time.sleep(1); sys.stderr.write('idle; ')\n"
+        "say = lambda words: sys.stderr.write(words + '\\n')\n"
+        "health.RayWatch(health.OwnRay(lambda: {'raylet': -9}), say); time.sleep(1); say('idle')\n"
         "exec(compile('time.sleep(100)', ray.__file__, 'exec'))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == "idle; Ray's raylet of this run was killed by SIGKILL; the driver waited for Ray meanwhile and was ended\n"
+    found = "Ray's raylet of this run was killed by SIGKILL"
+    assert done.stderr.splitlines() == [
+        f"{found}; Ray ended the driver with it",
+        "idle",
+        f"{found}; the driver waited for Ray meanwhile and was ended",
+    ]
+
+
+def test_a_process_of_ray_that_ends_wakes_the_watch():
+    """RAY-01: Ray ends the driver soon after, and by then it must be known why."""
+    with subprocess.Popen(["sleep", "100"]) as other, subprocess.Popen(["sleep", "100"]) as raylet:
+        ray = OwnRay(dict, [raylet.pid, other.pid])
+        raylet.kill()
+        started = time.monotonic()
+        ray.wait(60)
+        ray.wait(0.1)
+        ray.close()
+        other.kill()
+    assert time.monotonic() - started < 50
+
+
+def test_the_reaper_says_what_a_driver_that_ends_without_a_word_has_left_to_say(tmp_path):
+    """RAY-01: its last words only, and none of one that ends in order."""
+    driver = (
+        "import os, subprocess, sys; from flowrl.single_controller import reaper\n"
+        "command = [sys.executable, '-I', '-S', reaper.__file__, str(os.getpid()), 'FLOWRL_RUN=nobody']\n"
+        "watching = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, bufsize=0)\n"
+        "watching.stdin.write(b'first\\n'); watching.stdin.write(b'last\\n')\n"
+        "os._exit(1)"
     )
+    done = subprocess.run([sys.executable, "-c", driver], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr == "last\n"
 
 
 def test_the_reaper_ends_exactly_the_marked_processes_and_removes_what_it_was_given(tmp_path):
