@@ -9,6 +9,7 @@ left to say, a line each on the standard input, is said by this process: the las
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -93,7 +94,9 @@ def main(driver: int, mark: str, paths: Sequence[str]) -> None:
     os.set_blocking(0, False)
     lines = (sys.stdin.buffer.read() or b"").splitlines(keepends=True)
     if lines:
-        os.write(2, lines[-1])
+        # Nobody may listen any more.
+        with contextlib.suppress(OSError):
+            os.write(2, lines[-1])
     reap(mark, paths)
 
 
