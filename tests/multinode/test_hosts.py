@@ -83,20 +83,6 @@ def test_the_doctor_names_hosts_that_do_not_share_the_folder_of_the_run(hosts: R
     assert "node 10.77.0.2: GLOO_SOCKET_IFNAME=eth0 NCCL_DEBUG=WARN" in lines["environment"]
 
 
-def test_a_run_goes_on_from_its_checkpoint_on_the_hosts_that_are_left(hosts: RayOnHosts, tmp_path: Path) -> None:
-    """With the numbers of a run that lost none. The last test with these hosts, since one is gone then."""
-    steps = (*SMALL, "trainer.total_steps=6", "trainer.save_every=1")
-    process = hosts.start(*steps, "trainer.max_restarts=1", f"run.dir={tmp_path / 'lost'}")
-    wait_for_rows(process, tmp_path / "lost", 3)
-    lost = next(host for host in hosts.others if host.name in hosts.workers())
-    lost.kill()
-    run = hosts.finish(process, tmp_path / "lost")
-    assert "restart 1 of 1 from step_" in run.out + run.err and lost.address in run.out + run.err, run.out + run.err
-    one = hosts.run(tmp_path / "one", *steps, "cluster.address=local")
-    assert [row["step"] for row in one.metrics] == list(range(7))
-    assert numbers(one) == numbers(run)
-
-
 def wait_for_rows(process: subprocess.Popen[str], folder: Path, rows: int) -> None:
     metrics = folder / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") >= rows):
