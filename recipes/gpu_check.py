@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-TESTS = {"attention": 180, "log_probs": 300, "updates": 240, "moves": 300, "runs": 400, "memory": 240}
+TESTS = {"attention": 180, "log_probs": 300, "updates": 240, "moves": 300, "state": 300, "runs": 580, "memory": 240}
 """Files of tests/gpu with their limits in seconds."""
 ALONE = {"memory", "runs"}
 """Tests that look at how much memory of the GPU is free; an engine that goes to sleep does, too."""

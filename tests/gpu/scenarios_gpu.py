@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rollout_scenarios import Setup, generate, pair, prompts, rollout, wrong_regions
 from scenarios import Cell, actor, call, figures, local_state, place, whole_gradients, whole_weights
+from state_scenarios import Trip, round_trips
 
 from flowrl.algorithms.distributions import log_probs_and_entropy
 from flowrl.protocol import DataProto, Ragged
@@ -149,3 +150,34 @@ def two_engines(folder: Path) -> list[Any]:
         answers.append(generate(role, prompts(LENGTHS)))
         role.close()
     return answers
+
+
+def states_through_files(
+    folder: Path, trips: Sequence[Trip], batch: DataProto, target: Path
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """As `round_trips`, with old log-probs of the model as it is."""
+    role = actor(folder, Cell())
+    return round_trips(folder, trips, batch.union(call(role, role.log_probs, batch)), target)
+
+
+def saved_between_turns(folder: Path, cells: Sequence[Cell], batch: DataProto, target: Path) -> list[bool]:
+    """Per cell: whether a role that was away and came back is saved as it was, though it goes away again while its files
+    are written, and whether one that reads them has that state, also after it was away itself."""
+    found = []
+    for number, cell in enumerate(cells):
+        first, second = actor(folder, cell), actor(folder, cell)
+        call(first, first.update, batch.union(call(first, first.log_probs, batch)))
+        expected = local_state(first._engine)
+        first.offload()
+        first.reload()
+        first.save_state(str(target / str(number)))
+        first.offload()
+        first.finish_save()
+        first.reload()
+        second.load_state(str(target / str(number)))
+        second.offload()
+        second.reload()
+        for role in (first, second):
+            pairs = zip(local_state(role._engine), expected, strict=True)
+            found.append(all(torch.equal(one, other) for one, other in pairs))
+    return found
