@@ -32,6 +32,11 @@ ENDLESS = (
 )
 
 
+def started(pid: int) -> int:
+    """When a process was started, in ticks since the system was. Numbers of processes begin again at the highest."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 class Running:
     """A run in the background that has finished at least one step."""
 
@@ -57,7 +62,8 @@ class Running:
 
     def workers(self) -> list[int]:
         """Process ids of all workers, in the order in which they were started."""
-        return sorted(int(line.split()[0]) for line in processes_marked(self.mark) if "ray::Process" in line)
+        pids = [int(line.split()[0]) for line in processes_marked(self.mark) if "ray::Process" in line]
+        return sorted(pids, key=started)
 
     def finish(self) -> tuple[int, str]:
         """Exit code and stderr. The run must end, and whatever it started soon after it.
