@@ -80,10 +80,10 @@ def _run(cell: Cell, folder: Path) -> Result:
         time.sleep(0.1)
         left = _leftovers(mark, temporary, folder, shared)
     clean = time.time() - ended
-    text = (folder / "err").read_text(errors="replace").replace(str(folder / "run"), "RUN_DIR").strip().splitlines()
+    text = (folder / "err").read_text(errors="replace").replace(str(folder / "run"), "RUN_DIR").replace(f"{ROOT}/", "")
     seconds = ended - float(stamp.read_text()) if stamp.exists() else float("nan")
     soon = code == 0 or seconds <= cell.limit_seconds
-    last = text[-1] if text else ""
+    last = (text.strip().splitlines() or [""])[-1]
     said = code in cell.ends and all(words in last for words in cell.ends[code])
     kept = stamp.exists() and said and not left and soon
     return Result(
