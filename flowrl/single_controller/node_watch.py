@@ -13,6 +13,7 @@ ROUND_SECONDS = 5.0
 """A node has this long to answer a connection: time for three attempts of TCP (after 0, 1 and 3 s)."""
 SILENT_ROUNDS = 3
 """A node that does not answer in so many rounds in a row is lost."""
+_ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 _LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH)
 
 
@@ -74,11 +75,15 @@ class NodeWatch:
         with node.attempt as attempt:
             poll = select.poll()
             poll.register(attempt, select.POLLOUT)
-            outcome = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if poll.poll(0) else errno.ETIMEDOUT
-            failed = outcome in _LOST or node.refusal in _LOST
+            outcome = node.refusal
+            if outcome in (0, errno.EINPROGRESS):
+                outcome = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if poll.poll(0) else errno.ETIMEDOUT
         node.attempt = None
-        node.answered = node.answered or not failed
-        node.silent_rounds = node.silent_rounds + 1 if failed and node.answered else 0
+        if outcome in _ANSWERS:
+            node.answered, node.silent_rounds = True, 0
+        elif outcome in _LOST and node.answered:
+            node.silent_rounds += 1
+        # Other errors (no port free, not permitted) are of this machine and say nothing of the node.
 
     def close(self) -> None:
         """Ends attempts under way; watches nothing any more."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -46,12 +48,26 @@ def listener() -> Iterator[socket.socket]:
         yield made
 
 
-def test_a_refused_connection_is_an_answer(monkeypatch: pytest.MonkeyPatch, listener: socket.socket):
+@pytest.fixture
+def never() -> Iterator[tuple[str, int]]:
+    """Where nobody answers: a listener whose queue is full, so the kernel drops what knocks."""
+    with socket.socket() as full, ExitStack() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(8):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        yield full.getsockname()
+
+
+def test_a_refused_connection_is_an_answer(
+    monkeypatch: pytest.MonkeyPatch, listener: socket.socket, never: tuple[str, int]
+):
     """A raylet that ended is for Ray to say; what was never reached is not watched."""
     monkeypatch.setattr(node_watch, "ROUND_SECONDS", 0.0)
     watch = NodeWatch()
-    # 240.0.0.1 is reserved: no route leads there, or nobody answers.
-    watch.add({"here": listener.getsockname(), "never": ("240.0.0.1", 9)})
+    watch.add({"here": listener.getsockname(), "never": never})
     for _ in range(5):
         assert watch.silent() == []
     assert not watch.gone("here") and not watch.gone("unknown")
@@ -59,6 +75,32 @@ def test_a_refused_connection_is_an_answer(monkeypatch: pytest.MonkeyPatch, list
     for _ in range(5):
         assert watch.silent() == []
     assert watch.gone("here")
+
+
+def test_a_node_that_answered_and_stops_is_silent_after_three_rounds(
+    monkeypatch: pytest.MonkeyPatch, listener: socket.socket, never: tuple[str, int]
+):
+    monkeypatch.setattr(node_watch, "ROUND_SECONDS", 0.0)
+    watch = NodeWatch()
+    watch.add({"node": listener.getsockname()})
+    assert watch.silent() == watch.silent() == []
+    watch._nodes["node"].endpoint = never
+    # One round more: the attempt under way was made before.
+    assert [watch.silent() for _ in range(5)] == [[], [], [], ["node"], ["node"]]
+
+
+@pytest.mark.parametrize("error", [errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.EPERM])
+def test_an_error_of_this_machine_says_nothing_of_a_node(
+    monkeypatch: pytest.MonkeyPatch, listener: socket.socket, never: tuple[str, int], error: int
+):
+    """It is no answer of a node that was never reached, and no silence of one that was."""
+    monkeypatch.setattr(node_watch, "ROUND_SECONDS", 0.0)
+    watch = NodeWatch()
+    watch.add({"here": listener.getsockname(), "never": never})
+    assert watch.silent() == watch.silent() == []
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda self, address: error)
+    assert [watch.silent() for _ in range(5)] == [[]] * 5
+    assert watch._nodes["here"].answered and not watch._nodes["never"].answered
 
 
 def test_a_path_that_a_node_does_not_see_is_named_at_the_start(cluster: Cluster, tmp_path):
