@@ -84,6 +84,9 @@ def _report(options: BenchmarkOptions, device: str, measured: Sequence[Measured]
     console.print(report.console_table(title, measured))
     for one in skipped:
         console.print(f"not run: {one['engine']} to {one['rollout']}: {one['reason']}", highlight=False)
+    for row, _ in measured:
+        if row["engine"] == FLOWRL:
+            console.print(report.sentence(row), highlight=False)
 
 
 def _make_folder(folder: Path) -> None:

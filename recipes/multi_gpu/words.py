@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowrl.config.machine import Machine
-from flowrl.resharding.shapes import LatentShape, planned_shape
+from flowrl.resharding.shapes import SHAPES, LatentShape, planned_shape
 from flowrl.resharding.words import output_path, parse_words, whole_number
 from recipes.gpu_check import Part
 from recipes.multi_gpu.cases import DENSE, EXPERTS, MOVES, Steps, move_words, steps, trained_layers
@@ -25,7 +25,7 @@ KEYS = {
     "trained_experts": "the same, a mixture of experts (that of experts)",
     "layers": "the most that are kept of any model (as many as fit)",
     "repeat": "timed moves of every engine (5)",
-    "limit": "seconds for everything; parts for which no time is left are not started (590)",
+    "limit": "seconds for everything; parts for which no time is left are not started (570)",
     "parts": "names of parts, or what names begin with (all): links,move,steps",
     **{key: f"of the training runs, as recipes.gpu_steps takes it ({key}=...)" for key in WORKLOAD},
     "predict": "write what is planned for 2, 4 and 8 GPUs to this file, and measure nothing",
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str], machine: Machine) -> Wanted:
         memory_bytes=machine.gpu_memory_bytes if device == "cuda" else machine.memory_bytes // devices,
         most_layers=whole_number(given, "layers", 1 << 20),
         repeat=whole_number(given, "repeat", 5),
-        limit_seconds=whole_number(given, "limit", 590),
+        limit_seconds=whole_number(given, "limit", 570),
         parts=tuple(given["parts"].split(",")) if "parts" in given else ("",),
         workload={key: given[key] for key in WORKLOAD if key in given},
         extra=extra,
@@ -129,8 +129,8 @@ def _move_part(wanted: Wanted, name: str, layers: int) -> Part:
 def _steps_part(wanted: Wanted, run: Steps, scratch: Path) -> Part:
     model = wanted.trained[run.family]
     words = [f"scratch={scratch}", f"model={model}", f"limit={STEP_SECONDS - STOPPING_SECONDS}"]
-    if not model.startswith("builtin:"):
-        layers = min(wanted.most_layers, trained_layers(planned_shape(model), run.cut, wanted.memory_bytes))
+    if model in SHAPES:
+        layers = min(wanted.most_layers, trained_layers(SHAPES[model], run.cut, wanted.memory_bytes))
         words.append(f"layers={layers}")
     words += [f"{key}={value}" for key, value in wanted.workload.items()]
     return _part("recipes.multi_gpu.steps", [*words, *run.words, *wanted.extra], run.name, wanted, STEP_SECONDS)
