@@ -50,8 +50,12 @@ def results(wanted: Wanted) -> dict[str, Any]:
     Rates are null where they were not measured."""
     found = {file.parent.name: json.loads(file.read_text()) for file in sorted(wanted.out.glob("*/results.json"))}
     links: Mapping[str, Any] = found.get("links", {"links": [], "copy_gb_per_second": None})
-    moves = [{"name": name, "rows": part["rows"], "skipped": part["skipped"]} for name, part in found.items()
-             if name.startswith("move_")]  # fmt: skip
+    rate = tables.link_rate(links["links"])
+    moves = []
+    for name, part in found.items():
+        if name.startswith("move_"):
+            move = {"name": name, "rows": part["rows"], "skipped": part["skipped"]}
+            moves.append({**move, **tables.shares_of_link(move, rate)})
     runs = [{"name": name, **{key: part[key] for key in ("model", "settings", "rows")}} for name, part in found.items()
             if name.startswith("steps_")]  # fmt: skip
     return {
@@ -59,7 +63,7 @@ def results(wanted: Wanted) -> dict[str, Any]:
         "devices": wanted.devices,
         "links": links["links"],
         "copy_gb_per_second": links["copy_gb_per_second"],
-        "link_gb_per_second": tables.link_rate(links["links"]),
+        "link_gb_per_second": rate,
         "moves": moves,
         "steps": runs,
     }

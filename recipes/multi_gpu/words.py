@@ -34,7 +34,7 @@ LINK_SECONDS, MOVE_SECONDS, STEP_SECONDS = 60, 100, 185
 """Limits of parts."""
 STOPPING_SECONDS = 65
 """Between the end that a training run is given and its part's: a run that is told to stop has 60 s for it."""
-LEAST_SECONDS = {"links": 15, "move": 40, "steps": STOPPING_SECONDS + 40}
+LEAST_SECONDS = {"links": 15, "move": 50, "steps": STOPPING_SECONDS + 40}
 """A part is not started with less."""
 
 

@@ -69,12 +69,13 @@ def moves(content: Mapping[str, Any]) -> Table:
 
 def _move_cells(move: Mapping[str, Any], rate: float | None) -> list[str]:
     rows = move["rows"]
-    own = next(row for row in rows if row["engine"] == "flowrl")
+    own = _own(move)
     others = {row["engine"]: row["seconds_median"] / own["seconds_median"] for row in rows if row is not own}
     best = min(others, key=others.__getitem__, default=None)
     verdict = {True: "yes", False: "NO", None: "-"}
-    ratio = own["ratio_to_bound"]
-    travelling = sum(own["stage_seconds"].get(stage, 0.0) for stage in ON_THE_LINK)
+    ratio, still = own["ratio_to_bound"], not own["bound_bytes_max"]
+    shares = shares_of_link(move, rate)
+    shown = ["nothing moves" if still else "-" if part is None else f"{part:.0%}" for part in shares.values()]
     return [
         own["model"],
         own["train"],
@@ -83,20 +84,34 @@ def _move_cells(move: Mapping[str, Any], rate: float | None) -> list[str]:
         "no bound" if ratio is None else f"{ratio:.2f}",
         f"{own['seconds_median'] * 1e3:.2f}",
         f"{own['gb_per_second']:.2f}",
-        share(own["bound_bytes_max"], own["seconds_median"], rate),
-        f"{travelling * 1e3:.2f}",
-        share(own["bound_bytes_max"], travelling, rate),
+        shown[0],
+        f"{_travelling(own) * 1e3:.2f}",
+        shown[1],
         "-" if best is None else f"{others[best]:.2f} ({best})",
         verdict[all(row["bit_exact"] for row in rows)],
         verdict[own["fingerprint_ok"]],
     ]
 
 
-def share(size: int, seconds: float, rate: float | None) -> str:
-    """Bytes over seconds as a share of a rate in GB/s; `nothing moves` where there are none."""
-    if not size:
-        return "nothing moves"
-    return "-" if rate is None or not seconds else f"{size / seconds / 1e9 / rate:.0%}"
+def _own(move: Mapping[str, Any]) -> Mapping[str, Any]:
+    """flowrl's row of a move."""
+    found: Mapping[str, Any] = next(row for row in move["rows"] if row["engine"] == "flowrl")
+    return found
+
+
+def _travelling(row: Mapping[str, Any]) -> float:
+    """Seconds of the stages in which bytes travel."""
+    seconds: float = sum(row["stage_seconds"].get(stage, 0.0) for stage in ON_THE_LINK)
+    return seconds
+
+
+def shares_of_link(move: Mapping[str, Any], rate: float | None) -> dict[str, float | None]:
+    """Rate of the bytes that must travel to the busiest device over a link's `rate`, GB/s: of the whole move, and of the
+    stages in which they travel. None where nothing has to, or where no link was measured."""
+    own = _own(move)
+    spans = {"of_link": own["seconds_median"], "of_link_travelling": _travelling(own)}
+    size = own["bound_bytes_max"]
+    return {name: size / span / 1e9 / rate if size and span and rate else None for name, span in spans.items()}
 
 
 def steps(content: Mapping[str, Any]) -> Table:
@@ -104,8 +119,20 @@ def steps(content: Mapping[str, Any]) -> Table:
     lines = []
     for run in content["steps"]:
         [line] = step_cells("steps", run)
-        lines.append([run["name"], run["model"], " ".join(run["settings"].values()), *line[1:]])
+        lines.append([run["name"], run["model"], _layout(run["settings"]), *line[1:]])
     return "**Steps** of GRPO:", ("run", "model", "layout", *step_headings("steps")[1:]), lines
+
+
+def _layout(settings: Mapping[str, str]) -> str:
+    """What a run was told, in short: sizes of 1 are left out."""
+    names = {"actor.layout.": "train ", "rollout.layout.": "rollout ", "cluster.": "", "placement": "placement"}
+    found = []
+    for key, value in settings.items():
+        prefix = next((prefix for prefix in names if key.startswith(prefix)), None)
+        if prefix is None or ("layout" in key and value == "1"):
+            continue
+        found.append(f"{names[prefix]}{key.removeprefix(prefix)}={value}")
+    return ", ".join(found)
 
 
 def measured(content: Mapping[str, Any]) -> list[Table]:
