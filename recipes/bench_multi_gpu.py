@@ -46,9 +46,11 @@ def run_parts(parts: Sequence[Part], wanted: Wanted) -> list[Outcome]:
 
 
 def results(wanted: Wanted) -> dict[str, Any]:
-    """The content of results.json: of all parts that have ended well in this folder, this command's or an earlier one's.
-    Rates are null where they were not measured."""
-    found = {file.parent.name: json.loads(file.read_text()) for file in sorted(wanted.out.glob("*/results.json"))}
+    """The content of results.json: of all parts that have ended well in this folder, this command's or an earlier one's of
+    the same commit. Rates are null where they were not measured."""
+    here = origin(wanted.device)
+    every = {file.parent.name: json.loads(file.read_text()) for file in sorted(wanted.out.glob("*/results.json"))}
+    found = {name: part for name, part in every.items() if part["commit"] == here["commit"]}
     links: Mapping[str, Any] = found.get("links", {"links": [], "copy_gb_per_second": None})
     rate = tables.link_rate(links["links"])
     moves = []
@@ -59,7 +61,7 @@ def results(wanted: Wanted) -> dict[str, Any]:
     runs = [{"name": name, **{key: part[key] for key in ("model", "settings", "rows")}} for name, part in found.items()
             if name.startswith("steps_")]  # fmt: skip
     return {
-        **origin(wanted.device),
+        **here,
         "devices": wanted.devices,
         "links": links["links"],
         "copy_gb_per_second": links["copy_gb_per_second"],

@@ -13,7 +13,7 @@ import pytest
 from flowrl.config.compose import compose
 from flowrl.config.machine import Machine
 from flowrl.resharding.measure import multi_gpu_tables as tables
-from flowrl.resharding.measure import page
+from flowrl.resharding.measure import page, report
 from flowrl.resharding.measure.links import part_bytes
 from flowrl.resharding.measure.options import check_model, kept_shape, parse_options
 from flowrl.resharding.shapes import SHAPES
@@ -209,6 +209,22 @@ def test_moves_are_shown_as_a_share_of_the_link(tmp_path: Path) -> None:
     assert "| steps_tp | m | devices=2, train tp=2 | 4 |" in shown and "Not run: megatron_refit in a: no room." in shown
     assert tables.link_rate([]) is None
     assert tables.shares_of_link(content()["moves"][0], None) == {"of_link": None, "of_link_travelling": None}
+
+
+def test_results_are_of_one_commit_and_of_every_part_that_has_some(tmp_path: Path) -> None:
+    wanted = parse([f"out={tmp_path}", "device=cpu"], HOST)
+    here, made = report.origin("cpu"), content()
+    parts = {"links": made, "move_a": made["moves"][0], "move_b": {**made["moves"][1], "commit": "another"}}
+    for name, part in parts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(
+            json.dumps({**part, "commit": part.get("commit", here["commit"])})
+        )
+    assert bench_multi_gpu.results(wanted)["links"] == []
+    (tmp_path / "links" / "results.json").write_text(json.dumps({**made, "commit": here["commit"]}))
+    found = bench_multi_gpu.results(wanted)
+    assert [move["name"] for move in found["moves"]] == ["move_a"] and found["link_gb_per_second"] == 200.0
+    assert found["moves"][0]["of_link"] == 0.5 and found["moves"][0]["of_link_travelling"] == 1.0
 
 
 def test_what_a_device_receives_comes_from_all_others() -> None:
