@@ -133,8 +133,13 @@ def main(arguments: Sequence[str]) -> int:
     with ThreadPoolExecutor(int(given.get("together", "4"))) as pool:
         outcomes = list(pool.map(lambda part: run(part, out), [part for part in chosen if not part.alone]))
     outcomes += [run(part, out) for part in chosen if part.alone]
+    return finish("GPU check", outcomes, out)
+
+
+def finish(title: str, outcomes: Sequence[Outcome], out: Path) -> int:
+    """Write `summary.json` and show the table. The exit code: 0 where all parts ended well, else 1."""
     (out / "summary.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
-    table = Table(title="GPU check")
+    table = Table(title=title)
     for heading in ("part", "result", "seconds", "last line"):
         table.add_column(heading)
     for outcome in outcomes:

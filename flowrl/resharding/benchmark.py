@@ -22,6 +22,7 @@ from flowrl.resharding.measure.options import (
     BenchmarkOptions,
     check_memory,
     check_model,
+    kept_shape,
     parse_options,
     refit_refusal,
 )
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         options = parse_options(arguments)
-        shape = planned_shape(options.model)
+        shape = kept_shape(planned_shape(options.model), options)
         device = _device(options)
         _check(shape, options, device)
         if options.out is not None:
@@ -76,13 +77,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def _report(options: BenchmarkOptions, device: str, measured: Sequence[Measured], skipped: Skipped) -> None:
     """Write and print what has been measured."""
-    title = f"{options.model}, {options.dtype}, trained {options.train.text} on {options.world} ranks"
+    title = f"{options.label}, {options.dtype}, trained {options.train.text} on {options.world} ranks"
     if options.out is not None:
         report.write(options.out, title, report.results(measured, skipped, device), measured)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(report.console_table(title, measured))
     for one in skipped:
         console.print(f"not run: {one['engine']} to {one['rollout']}: {one['reason']}", highlight=False)
+    for row, _ in measured:
+        if row["engine"] == FLOWRL:
+            console.print(report.sentence(row), highlight=False)
 
 
 def _make_folder(folder: Path) -> None:
@@ -156,7 +160,7 @@ def _job(
     engines: tuple[str, ...],
 ) -> Job:
     return Job(
-        model=options.model,
+        model=options.label,
         shape=shape,
         folder=folder,
         coded=coded,

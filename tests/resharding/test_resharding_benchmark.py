@@ -241,6 +241,7 @@ def test_the_report_has_the_fields_that_readers_parse(tmp_path: Path) -> None:
     assert os.uname().nodename not in json.dumps(content["hardware"])
     text = (tmp_path / "new" / "results.md").read_text()
     assert "| tp1 | gather_all |" in text and "no bound" in text and "needs 40 GB" in text
+    assert report.sentence(measured[0][0]) == "flowrl to tp1: 1e-05 MB in 150.00 ms, 0.00 GB/s, exact"
     assert (tmp_path / "new" / "results.png").stat().st_size > 5000
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowrl.config.model_shape import ModelShape
@@ -12,7 +12,7 @@ from flowrl.resharding.plan.options import Layout, parse_layout
 from flowrl.resharding.plan.tables import check_train
 from flowrl.resharding.ranks import ParallelSizes, check_world
 from flowrl.resharding.regions import DTYPE_BYTES
-from flowrl.resharding.shapes import LatentShape
+from flowrl.resharding.shapes import SHAPES, LatentShape
 from flowrl.resharding.words import output_path, parse_words, rank_number, whole_number
 
 FLOWRL = "flowrl"
@@ -20,6 +20,7 @@ BASELINES = ("per_tensor_gather", "bucketed_gather", "vanilla_grouping", "gather
 KEYS = {
     "world": "ranks, each a process; training and generation share them",
     "model": "a named shape (weights coded by index) or a Hugging Face folder",
+    "layers": "of a named shape, where not all of them are wanted (all)",
     "train": "for example tp4pp2 or tp2ep4; sizes tp, pp, ep, etp and, if you like, dp",
     "rollout": "for example tp2,tp2pp2,tp4ep4; sizes tp, pp, ep (1 or tp) and, if you like, dp",
     "against": f"baselines to run beside flowrl: all, or some of {','.join(BASELINES)} (none)",
@@ -39,10 +40,11 @@ PROCESS_BYTES = 300 << 20
 
 @dataclass(frozen=True)
 class BenchmarkOptions:
-    """`device` is empty and `out` None where not given; `against` lists baselines in their fixed order."""
+    """`device` is empty, `layers` and `out` None where not given; `against` lists baselines in their fixed order."""
 
     world: int
     model: str
+    layers: int | None
     train: Layout
     rollouts: tuple[Layout, ...]
     against: tuple[str, ...]
@@ -50,6 +52,11 @@ class BenchmarkOptions:
     dtype: str
     device: str
     out: Path | None
+
+    @property
+    def label(self) -> str:
+        """What results call the model."""
+        return self.model if self.layers is None else f"{self.model} of {self.layers} layers"
 
 
 def parse_options(arguments: Sequence[str]) -> BenchmarkOptions:
@@ -70,6 +77,7 @@ def parse_options(arguments: Sequence[str]) -> BenchmarkOptions:
     return BenchmarkOptions(
         world=world,
         model=given["model"],
+        layers=whole_number(given, "layers") if "layers" in given else None,
         train=train,
         rollouts=rollouts,
         against=_baselines(given.get("against", "")),
@@ -103,6 +111,17 @@ def _check_layout(layout: Layout, world: int) -> None:
         raise ValueError(
             f"layout {layout.text} are {layout.model_ranks} x dp={layout.replicas} ranks and world={world}; leave dp out"
         )
+
+
+def kept_shape(shape: ModelShape, options: BenchmarkOptions) -> ModelShape:
+    """The shape with the layers that are wanted. Errors: `ValueError` for a folder, or for more layers than it has."""
+    if options.layers is None:
+        return shape
+    if options.model not in SHAPES:
+        raise ValueError(f"layers={options.layers}: model={options.model} is a folder, whose weights are moved whole")
+    if options.layers > shape.num_layers:
+        raise ValueError(f"layers={options.layers}: {options.model} has {shape.num_layers}; take at most those")
+    return replace(shape, num_layers=options.layers)
 
 
 def check_model(shape: ModelShape, options: BenchmarkOptions) -> None:

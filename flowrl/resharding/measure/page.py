@@ -2,7 +2,8 @@
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. NAME is a file of `docs/benchmarks/data` that the planning
 command wrote (`predicted-*.json`) or the benchmark of moves, or the first part of such names, for all files that have it:
-`measured` (moves on a CPU host), and the kinds of `gpu_tables`.
+`measured` (moves on a CPU host), `multi-gpu` (several devices of one host), and the kinds of `gpu_tables`. What
+`recipes.bench_multi_gpu` plans is in files called `planned-*.json`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flowrl.resharding.measure import gpu_tables
+from flowrl.resharding.measure import gpu_tables, multi_gpu_tables
 from flowrl.resharding.measure.report import cells
 
 DOCUMENT = Path("docs/benchmarks/resharding.md")
-DOCUMENTS = (DOCUMENT, Path("docs/benchmarks/gpu.md"))
+DOCUMENTS = (DOCUMENT, Path("docs/benchmarks/gpu.md"), Path("docs/benchmarks/multi_gpu.md"))
 _PLACE = re.compile(r"(<!-- ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PREDICTED = ("rollout", "received GB, mean", "max", "of bound", "mean GB by stage", "node import", "floor ms",
@@ -36,14 +38,17 @@ def render(page: str, data: Path) -> str:
 
 
 def _table(name: str, data: Path) -> str:
-    if name == "measured" or name in gpu_tables.COLUMNS:
+    if name in ("measured", "multi-gpu") or name in gpu_tables.COLUMNS:
         files = sorted(data.glob(f"{name}-*.json"))
         contents = [json.loads(file.read_text()) for file in files]
-        made = (measured(content) if name == "measured" else on_a_gpu(name, content) for content in contents)
+        shown = {"measured": measured, "multi-gpu": on_several_gpus}.get(name, partial(on_a_gpu, name))
+        made = (shown(content) for content in contents)
         return "\n\n".join(made) or "(No results are stored yet.)"
     if not (data / name).is_file():
         raise ValueError(f"there is no {data / name}; write it with python -m flowrl.resharding.plan ... out=FILE")
     content = json.loads((data / name).read_text())
+    if name.startswith("planned-"):
+        return _lines(*multi_gpu_tables.planned(content))
     return predicted(content) if name.startswith("predicted-") else measured(content)
 
 
@@ -99,6 +104,16 @@ def on_a_gpu(kind: str, content: Mapping[str, Any]) -> str:
     kinds = (kind, "parts") if "parts" in content else (kind,)
     tables = [_lines(gpu_tables.title(k, content), gpu_tables.headings(k), gpu_tables.cells(k, content)) for k in kinds]
     return "\n\n".join([*tables, _origin(content)])
+
+
+def on_several_gpus(content: Mapping[str, Any]) -> str:
+    """What `recipes.bench_multi_gpu` wrote: links, moves and steps, what was not run, and where it was measured."""
+    notes = [
+        f"Not run: {part['engine']} in {move['name']}: {part['reason']}."
+        for move in content["moves"]
+        for part in move["skipped"]
+    ]
+    return "\n\n".join([*(_lines(*table) for table in multi_gpu_tables.measured(content)), *notes, _origin(content)])
 
 
 def _origin(content: Mapping[str, Any]) -> str:

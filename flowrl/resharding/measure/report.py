@@ -54,6 +54,13 @@ def cells(row: Mapping[str, Any], seconds: Sequence[float]) -> list[str]:
     ]
 
 
+def sentence(row: Mapping[str, Any]) -> str:
+    """One layout of one engine, for a log's last line."""
+    moved = f"{_mb(row['received_bytes_max'])} MB in {row['seconds_median'] * 1e3:.2f} ms"
+    verdict = "exact" if row["bit_exact"] and row["fingerprint_ok"] is not False else "WRONG"
+    return f"{row['engine']} to {row['rollout']}: {moved}, {row['gb_per_second']:.2f} GB/s, {verdict}"
+
+
 def console_table(title: str, measured: Sequence[Measured]) -> Table:
     """All rows, for a terminal."""
     table = Table(title=title)
