@@ -5,52 +5,100 @@ Legend: T tokens, h hidden size, V vocabulary rows of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-MAX_CHUNK_ELEMENTS = 1 << 26
-"""Logits held at once, elements: 256 MiB of float32."""
+MAX_CHUNK_ELEMENTS = 1 << (28 if torch.cuda.is_available() else 26)
+"""Logits held at once. A GPU reads them as the product leaves them, 512 MiB of bfloat16; a CPU makes float32 of them."""
 
 LEAST_LOGIT = -1.0e4
 """Stands for minus infinity relative to the largest logit: exp gives exactly 0, and products with 0 stay finite."""
 
 
-def _shifted(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Logits less the largest of the whole vocabulary; what is masked or minus infinity becomes a finite least value."""
-    return (logits - largest[:, None]).clamp_(min=LEAST_LOGIT)
+def _shifted(logits: torch.Tensor, temperature: float, largest: torch.Tensor) -> torch.Tensor:
+    """Logits / temperature in float32 less the largest of the whole vocabulary; what is masked or minus infinity becomes a
+    finite least value."""
+    return (logits.float() / temperature - largest[:, None]).clamp_(min=LEAST_LOGIT)
 
 
-def _shard_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, first_id: int, num_valid: int, temperature: float
-) -> torch.Tensor:
-    """float32 logits [T, V] / temperature of this rank's ids; ids from `num_valid` on do not exist."""
-    logits = (hidden @ weight.t()).float() / temperature
+def _shard_logits(hidden: torch.Tensor, weight: torch.Tensor, first_id: int, num_valid: int) -> torch.Tensor:
+    """Logits [T, V] of this rank's ids, in the weight's type; ids from `num_valid` on do not exist."""
+    logits = hidden @ weight.t()
     valid = max(0, num_valid - first_id)
     if valid < logits.shape[1]:
         logits[:, valid:] = float("-inf")
     return logits
 
 
+def _largest(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (logits.float() / temperature).amax(dim=-1)
+
+
+def _local(targets: torch.Tensor, first_id: int, columns: int) -> torch.Tensor:
+    """Columns of the ids [T]; -1 for those of other ranks."""
+    return torch.where((targets >= first_id) & (targets < first_id + columns), targets - first_id, -1)
+
+
+def _sums(logits: torch.Tensor, temperature: float, largest: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """[3, T]: sum of exponentials, the target's shifted logit where it is here, and the sum of both multiplied."""
+    shifted = _shifted(logits, temperature, largest)
+    exps = shifted.exp()
+    target = torch.where(local >= 0, shifted.gather(-1, local.clamp(min=0)[:, None])[:, 0], 0.0)
+    return torch.stack([exps.sum(-1), target, (exps * shifted).sum(-1)])
+
+
+def _gradients(
+    logits: torch.Tensor,
+    temperature: float,
+    local: torch.Tensor,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grad_log_probs: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    entropy, largest, normaliser = saved
+    log_all = _shifted(logits, temperature, largest) - normaliser[:, None]
+    probs = log_all.exp()
+    grad = torch.zeros_like(probs)
+    if grad_log_probs is not None:
+        is_target = local[:, None] == torch.arange(logits.shape[1], device=logits.device)
+        grad = torch.where(is_target, grad_log_probs[:, None], 0.0) - probs * grad_log_probs[:, None]
+    if grad_entropy is not None:
+        grad = grad - grad_entropy[:, None] * probs * (log_all + entropy[:, None])
+    return (grad / temperature).to(logits.dtype)
+
+
+def _fused(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """One kernel on a GPU, where every operation of its own would read and write all logits once more; compiled for any
+    number of tokens."""
+    if not torch.cuda.is_available():
+        return function
+    compiled = torch.compile(function)
+
+    def call(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        torch._dynamo.maybe_mark_dynamic(logits, 0)
+        return compiled(logits, *arguments)
+
+    return call
+
+
+_fused_largest, _fused_sums, _fused_gradients = _fused(_largest), _fused(_sums), _fused(_gradients)
+
+
 def shard_statistics(
-    logits: torch.Tensor, targets: torch.Tensor, first_id: int, group: dist.ProcessGroup | None
+    logits: torch.Tensor, targets: torch.Tensor, first_id: int, group: dist.ProcessGroup | None, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-prob, entropy, largest logit and log normaliser (after subtracting the largest), each [T] float32.
 
-    `logits` [T, V] are this rank's columns, of ids `first_id` on; `targets` [T] are global ids. Two reductions over
-    `group`: a maximum, then one stacked sum.
+    `logits` [T, V] are this rank's columns, of ids `first_id` on, before they are divided by `temperature`; `targets` [T] are
+    global ids. Two reductions over `group`: a maximum, then one stacked sum.
     """
-    columns = logits.shape[1]
-    largest = logits.amax(dim=-1)
+    largest = _fused_largest(logits, temperature)
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    shifted = _shifted(logits, largest)
-    exps = shifted.exp()
-    mine = (targets >= first_id) & (targets < first_id + columns)
-    local = torch.where(mine, targets - first_id, 0)
-    target = torch.where(mine, shifted.gather(-1, local[:, None])[:, 0], 0.0)
-    sums = torch.stack([exps.sum(-1), target, (exps * shifted).sum(-1)])
+    sums = _fused_sums(logits, temperature, largest, _local(targets, first_id, logits.shape[1]))
     if group is not None:
         dist.all_reduce(sums, group=group)
     normaliser = sums[0].log()
@@ -64,23 +112,15 @@ def logit_gradients(
     saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     grad_log_probs: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
-    """Gradient [T, V] of this rank's logits; `saved` are entropy, largest logit and log normaliser, each [T].
+    """Gradient [T, V] of this rank's logits, in their type; `saved` are entropy, largest logit and log normaliser, each [T].
 
-    d log p_t / d x_j = [j = t] - p_j; d H / d x_j = -p_j (log p_j + H). Columns of probability 0 get 0.
+    d log p_t / d x_j = [j = t] - p_j; d H / d x_j = -p_j (log p_j + H); both over `temperature`. Columns of probability 0
+    get 0.
     """
-    entropy, largest, normaliser = saved
-    log_all = _shifted(logits, largest) - normaliser[:, None]
-    probs = log_all.exp()
-    grad = torch.zeros_like(probs)
-    if grad_log_probs is not None:
-        grad -= probs * grad_log_probs[:, None]
-        mine = (targets >= first_id) & (targets < first_id + logits.shape[1])
-        local = torch.where(mine, targets - first_id, 0)
-        grad.scatter_add_(-1, local[:, None], torch.where(mine, grad_log_probs, 0.0)[:, None])
-    if grad_entropy is not None:
-        grad -= grad_entropy[:, None] * probs * (log_all + entropy[:, None])
-    return grad
+    local = _local(targets, first_id, logits.shape[1])
+    return _fused_gradients(logits, temperature, local, saved, grad_log_probs, grad_entropy)
 
 
 class _TokenOutputs(torch.autograd.Function):
@@ -100,8 +140,8 @@ class _TokenOutputs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parts = []
         for rows, ids in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True):
-            logits = _shard_logits(rows, weight, first_id, num_valid, temperature)
-            parts.append(torch.stack(shard_statistics(logits, ids, first_id, group)))
+            logits = _shard_logits(rows, weight, first_id, num_valid)
+            parts.append(torch.stack(shard_statistics(logits, ids, first_id, group, temperature)))
         log_probs, entropy, largest, normaliser = torch.cat(parts, dim=1)
         ctx.save_for_backward(hidden, weight, targets, entropy, largest, normaliser)
         ctx.settings = (first_id, num_valid, temperature, chunk)
@@ -116,14 +156,14 @@ class _TokenOutputs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            logits = _shard_logits(hidden[part], weight, first_id, num_valid, temperature)
+            logits = _shard_logits(hidden[part], weight, first_id, num_valid)
             chunk_saved = (saved[0][part], saved[1][part], saved[2][part])
             outer = [None if g is None else g[part] for g in grads]
-            grad = logit_gradients(logits, targets[part], first_id, chunk_saved, outer[0], outer[1])
-            grad = (grad / temperature).to(weight.dtype)
+            grad = logit_gradients(logits, targets[part], first_id, chunk_saved, outer[0], outer[1], temperature)
+            del logits
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
-                grad_weight += (grad.t() @ hidden[part]).float()
+                grad_weight += grad.t() @ hidden[part]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 
