@@ -22,7 +22,7 @@ from flowrl.config.machine import find_machine
 from flowrl.resharding.measure import multi_gpu_tables as tables
 from flowrl.resharding.measure.report import origin
 from flowrl.resharding.words import parse_words
-from recipes.gpu_check import Outcome, Part, finish, run
+from recipes.gpu_check import Outcome, Part, end_parts_on_signals, finish, run
 from recipes.multi_gpu.cases import DENSE, EXPERTS, MOVES
 from recipes.multi_gpu.predict import LINK_GB_S, MEMORY_BYTES, predicted
 from recipes.multi_gpu.words import KEYS, Wanted, at_most, parse, planned_parts
@@ -94,6 +94,7 @@ def measure(wanted: Wanted) -> int:
     """The exit code: 0 where all parts ended well, else 1. Errors: `ValueError`, `OSError` before anything runs."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     wanted.out.mkdir(parents=True, exist_ok=True)
+    end_parts_on_signals()
     with tempfile.TemporaryDirectory() as scratch:
         plan, parts = planned_parts(wanted, Path(scratch), LINK_GB_S)
         _write(wanted.out / "plan.json", plan)

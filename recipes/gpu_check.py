@@ -15,16 +15,19 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-TESTS = {"attention": 180, "log_probs": 300, "updates": 240, "moves": 300, "state": 300, "runs": 580, "memory": 240}
+TESTS = {"attention": 180, "log_probs": 300, "updates": 240, "moves": 300, "state": 300, "runs": 580, "memory": 240,
+         "prediction": 240}  # fmt: skip
 """Files of tests/gpu with their limits in seconds."""
-ALONE = {"memory", "runs"}
+ALONE = {"memory", "prediction", "runs"}
 """Tests that look at how much memory of the GPU is free; an engine that goes to sleep does, too."""
 SHAPES = {"llama-1b": 120, "qwen2.5-0.5b": 120, "qwen2.5-1.5b": 120, "qwen2.5-7b": 180}
 """Models whose move from training to generation is measured on one GPU, with limits."""
@@ -100,14 +103,42 @@ def speeds(out: Path) -> list[Part]:
     ]
 
 
+class _Running:
+    """Process groups of parts that run now, each in a session of its own, so no signal of ours reaches them by itself."""
+
+    def __init__(self) -> None:
+        self.groups: set[int] = set()
+        self.stopped = False
+
+    def end(self, signum: int, frame: FrameType | None) -> None:
+        """A handler of signals: end them all, start no more, and leave."""
+        self.stopped = True
+        for group in tuple(self.groups):
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        sys.exit(128 + signum)
+
+
+_running = _Running()
+
+
+def end_parts_on_signals() -> None:
+    """SIGINT and SIGTERM end this process with all its parts."""
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, _running.end)
+
+
 def run(part: Part, out: Path) -> Outcome:
     """Run one part to its end or its limit; its whole process group is ended with it."""
+    if _running.stopped:
+        return Outcome(part.name, None, 0.0, "not started")
     log = out / f"{part.name}.log"
     started = time.monotonic()
     with log.open("wb") as written:
         process = subprocess.Popen(
             part.command, cwd=ROOT, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
         )
+        _running.groups.add(process.pid)
         try:
             code: int | None = process.wait(part.limit_seconds)
         except subprocess.TimeoutExpired:
@@ -116,6 +147,7 @@ def run(part: Part, out: Path) -> Outcome:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            _running.groups.discard(process.pid)
     lines = log.read_text(errors="replace").strip().splitlines()
     return Outcome(part.name, code, time.monotonic() - started, lines[-1][:WIDTH] if lines else "")
 
@@ -129,6 +161,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     out = Path(given["out"]).expanduser().absolute()
     out.mkdir(parents=True, exist_ok=True)
+    end_parts_on_signals()
     chosen = [part for part in parts(out) if not given.get("parts") or part.name in given["parts"].split(",")]
     with ThreadPoolExecutor(int(given.get("together", "4"))) as pool:
         outcomes = list(pool.map(lambda part: run(part, out), [part for part in chosen if not part.alone]))

@@ -23,7 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flowrl.config.compose import compose_all
 from flowrl.config.machine import find_machine
+from flowrl.config.memory import memory
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding.measure.gpu_tables import cells, headings
 from flowrl.resharding.measure.processes import RankFailed, run_ranks
@@ -74,6 +76,21 @@ def summary(run: str, rows: Sequence[Mapping[str, float]], samples: int) -> dict
     }
 
 
+def peaks(run: str, rows: Sequence[Mapping[str, float]], words: Sequence[str]) -> list[dict[str, Any]]:
+    """Peaks of memory by phase: the largest of the steps after the first, and what `dry_run` predicts. None on a CPU."""
+    composed = compose_all(words)
+    predicted: dict[str, int] = {}
+    for entry in memory(composed.config, composed.shapes):
+        predicted[entry.phase] = max(entry.total, predicted.get(entry.phase, 0))
+    found = []
+    for phase, size in predicted.items():
+        measured = [row[key] for row in rows if row["step"] > 1 and (key := f"memory/{phase}/peak_bytes_max") in row]
+        if measured:
+            sizes = {"measured_bytes": max(measured), "predicted_bytes": size, "ratio": size / max(measured)}
+            found.append({"run": run, "phase": phase, **sizes})
+    return found
+
+
 def write_prompts(path: Path, *, count: int, tokens: int, seed: int) -> None:
     """Prompts of so many letters, each a token of the random model's tokenizer."""
     draw = random.Random(seed)
@@ -105,8 +122,10 @@ def overrides(given: Mapping[str, str], folder: Path) -> list[str]:
     ]
 
 
-def run(name: str, common: Sequence[str], extra: Sequence[str], out: Path, limit_seconds: int) -> dict[str, Any]:
-    """One run of `main_ppo`. Error: `RuntimeError` with the end of its output where it failed or took too long."""
+def run(
+    name: str, common: Sequence[str], extra: Sequence[str], out: Path, limit_seconds: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One run of `main_ppo`: its summary and its peaks. Error: `RuntimeError` with the end of its output where it failed or took too long."""
     own = [*RUNS[name], f"run.dir={out / name}"]
     if not any(word.startswith(f"{MICROBATCH}=") for word in extra):
         own.append(f"{MICROBATCH}={TOKENS_PER_MICROBATCH}")
@@ -126,7 +145,7 @@ def run(name: str, common: Sequence[str], extra: Sequence[str], out: Path, limit
         raise RuntimeError(f"{name} ended with {done.returncode} before its second step:\n{log.read_text()[-3000:]}")
     settings = dict(word.split("=", 1) for word in common)
     samples = int(settings["data.prompts_per_step"]) * int(settings["rollout.samples_per_prompt"])
-    return summary(name, rows, samples)
+    return summary(name, rows, samples), peaks(name, rows, [*common, *own, *extra])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -150,10 +169,13 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
     (out / "results.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    table = Table(*headings("steps"), title=content["model"])
-    for line in cells("steps", content):
-        table.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    for kind in ("steps", "memory"):
+        table = Table(*headings(kind), title=f"{content['model']}: {kind}")
+        for line in cells(kind, content):
+            table.add_row(*line)
+        if table.row_count:
+            console.print(table)
     return 0
 
 
@@ -176,9 +198,10 @@ def measure(
         else:
             common[0] = f"model.path={model}"
         limit = whole_number(given, "limit", 900)
-        rows = [run(name, common, extra, out, limit) for name in names]
+        done = [run(name, common, extra, out, limit) for name in names]
         told = {word.split("=", 1)[0]: word.split("=", 1)[1] for word in [*common, *extra] if str(folder) not in word}
-    return {**origin(device), "model": Path(model).name, "settings": settings | told, "rows": rows}
+    return {**origin(device), "model": Path(model).name, "settings": settings | told,
+            "rows": [row for row, _ in done], "memory": [peak for _, own in done for peak in own]}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 from flowrl.checkpoints.state import RoleState
 from flowrl.checkpoints.store import Checkpoint, CheckpointStore, Found, open_checkpoint
 from flowrl.config.changes import changes, keys
+from flowrl.config.machine import installed_version
 from flowrl.config.paths import user_path
 from flowrl.config.plan import layout_words
 from flowrl.config.schema import Config
@@ -178,7 +178,7 @@ def trained_roles(config: Config) -> dict[str, RoleState]:
 
 def versions() -> dict[str, str]:
     """Of the libraries that trained states depend on."""
-    return {name: version(name) for name in ("flowrl", "torch", "megatron-core")}
+    return {name: installed_version(name) for name in ("flowrl", "torch", "megatron-core")}
 
 
 def _other_versions(checkpoint: Checkpoint) -> Sequence[str]:

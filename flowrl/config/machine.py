@@ -36,6 +36,14 @@ def find_machine() -> Machine:
     )
 
 
+def installed_version(package: str) -> str:
+    """Of a package; `unknown` where it runs from a source tree that nobody installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def _cpus() -> int:
     cpus = len(os.sched_getaffinity(0))
     quota = _words("/sys/fs/cgroup/cpu.max")

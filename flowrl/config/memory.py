@@ -1,33 +1,62 @@
-"""A rough estimate of the bytes that one rank holds, by role and phase. Arithmetic on shapes; nothing is measured."""
+"""The bytes that one rank holds at once in each phase of a step. Arithmetic on shapes; nothing is measured.
+
+Phases are those of the metrics `memory/<phase>/peak_bytes_max`, which count what torch's allocator has handed out, without
+what sleeps or was moved to the host. A step after the first is meant: optimizers have made their moments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flowrl.config.layout import stage_chunks
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.resolve import BYTES, Shapes
 from flowrl.config.schema import ActorConfig, Config, CriticConfig, EngineConfig, ReferenceConfig, TrainLayout
-from flowrl.config.units import pool_of
+from flowrl.config.units import pool_name, pool_of, pools
 
-LOGIT_CHUNK_ELEMENTS = 1 << 26
-"""Logits that exist at once, in float32: the trainer computes log-probs in chunks."""
+LOGIT_CHUNK_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
+"""Logits that the trainer's head holds at once."""
+LOGIT_COPIES = {"cpu": 3, "cuda": 1}
+"""Of a chunk beside the logits: a GPU's one kernel writes their gradients, a CPU the steps between as well."""
+BATCHED_TOKENS = 8192
+"""Tokens that an engine computes at once, at most, unless one sequence is longer."""
+SAMPLED_COPIES = 4
+"""Numbers in float32 for each request and id of the vocabulary while an engine samples."""
+WORKSPACE_BYTES = 128 * 2**20
+"""What libraries of a GPU take for themselves, in each process."""
 PROCESS_BYTES = 550 * 2**20
 """A worker process with all libraries imported, before it holds anything (measured on CPU)."""
+
+TrainedConfig = ActorConfig | CriticConfig
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one role on the rank of its pool that holds most. `phase` is when they are all there at once."""
+    """Bytes on the rank of a pool that holds most, at the moment of a phase when that is most."""
 
-    role: str
+    pool: str
     phase: str
     parts: Mapping[str, int]
 
     @property
     def total(self) -> int:
         return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class _Role:
+    """`held`: bytes by name that it has all the time while it is awake. `moves`: they go to the host, or sleep, while others
+    work."""
+
+    name: str
+    held: Mapping[str, int]
+    moves: bool
+
+
+def engine_batch_tokens(sequence_tokens: int, requests: int) -> int:
+    """Tokens that an engine computes at once, at most."""
+    return max(sequence_tokens, min(BATCHED_TOKENS, requests * sequence_tokens))
 
 
 def trained_layers(shape: ModelShape, layout: TrainLayout) -> list[int]:
@@ -50,50 +79,129 @@ def rank_parameters(shape: ModelShape, tp: int, stages: Sequence[int], expert_pa
 
 
 def memory(config: Config, shapes: Shapes) -> list[Memory]:
-    """One entry per role and phase, roles that the run does not have left out."""
-    found = [_trained("actor", config.actor, shapes.policy, config)]
+    """One entry per pool and phase, in the order of a step; roles that the run does not have are left out."""
+    found: list[Memory] = []
+    for pool in pools(config):
+        roles = {role.name: role for role in _roles(config, shapes) if pool_name(config, role.name) == pool}
+        found += _phases(pool, roles, config, shapes)
+    order = ("generate", "log_probs", "reference", "values", "update_critic", "update_actor", "reshard")
+    return sorted(found, key=lambda entry: order.index(entry.phase))
+
+
+def _phases(pool: str, roles: Mapping[str, _Role], config: Config, shapes: Shapes) -> Iterator[Memory]:
+    engine, actor = roles.get("rollout"), roles.get("actor")
+    stay = _held(role for role in roles.values() if not role.moves)
+    if engine is not None:
+        yield Memory(pool, "generate", stay | dict(engine.held) | _generating(config, shapes.policy))
+    yield from _passes(pool, roles, config, shapes)
+    if actor is not None or engine is not None:
+        moved = stay | _held([actor] if actor is not None else [])
+        if engine is not None:
+            # Its cache wakes after the weights have come.
+            moved["rollout"] = engine.held["rollout"]
+        yield Memory(pool, "reshard", moved | _workspace(config))
+
+
+def _held(roles: Iterable[_Role]) -> dict[str, int]:
+    return {name: size for role in roles for name, size in role.held.items()}
+
+
+def _passes(pool: str, roles: Mapping[str, _Role], config: Config, shapes: Shapes) -> Iterator[Memory]:
+    """Phases of the trainer's roles: all of them are awake, and an engine that does not sleep."""
+    common = _held(r for r in roles.values() if r.name != "rollout" or not r.moves) | _workspace(config)
+    if "actor" in roles:
+        yield Memory(pool, "log_probs", common | _pass(config.actor, shapes.policy, config, "actor", backward=False))
+    if "reference" in roles:
+        frozen = _pass(config.reference, shapes.reference, config, "reference", backward=False)
+        yield Memory(pool, "reference", common | frozen)
+    if "critic" in roles:
+        yield Memory(pool, "values", common | _pass(config.critic, shapes.critic, config, "critic", backward=False))
+        yield Memory(pool, "update_critic", common | _update(config.critic, shapes.critic, config, "critic"))
+    if "actor" in roles:
+        yield Memory(pool, "update_actor", common | _update(config.actor, shapes.policy, config, "actor"))
+
+
+def _workspace(config: Config) -> dict[str, int]:
+    return {"libraries": WORKSPACE_BYTES} if config.cluster.device == "cuda" else {}
+
+
+def _roles(config: Config, shapes: Shapes) -> Iterator[_Role]:
+    """Every role of the run with what it holds."""
+
+    def moves(role: str, offload: bool) -> bool:
+        shares = pool_name(config, role) == pool_name(config, "rollout")
+        return offload and shares and config.cluster.device == "cuda"
+
+    state = sum(trained_parts(config.actor, shapes.policy, config, "actor").values())
+    yield _Role("actor", {"actor": state}, moves("actor", config.actor.offload))
     if config.algorithm.needs_critic:
-        found.append(_trained("critic", config.critic, shapes.critic, config))
+        state = sum(trained_parts(config.critic, shapes.critic, config, "critic").values())
+        yield _Role("critic", {"critic": state}, moves("critic", config.critic.offload))
     if config.kl.needs_reference:
-        found.append(_frozen(config.reference, shapes.reference, config))
-    found.append(_rollout(config, shapes.policy))
-    return found
+        section = config.reference
+        weights = _parameters(section, shapes.reference) * BYTES[section.dtype]
+        yield _Role("reference", {"reference": weights}, moves("reference", section.offload))
+    parts = {"rollout": _engine_weights(config, shapes.policy), "KV cache": config.rollout.kv_cache_bytes}
+    yield _Role("rollout", parts, moves("actor", offload=True))
 
 
-def _trained(role: str, section: ActorConfig | CriticConfig, shape: ModelShape, config: Config) -> Memory:
+def _parameters(section: ActorConfig | CriticConfig | ReferenceConfig, shape: ModelShape) -> int:
     layout = section.layout
-    count = rank_parameters(shape, layout.tp, trained_layers(shape, layout), layout.ep * layout.etp)
-    replicas = max(1, pool_of(config, role).devices // (layout.tp * layout.pp * layout.cp))
+    return rank_parameters(shape, layout.tp, trained_layers(shape, layout), layout.ep * layout.etp)
+
+
+def trained_parts(section: TrainedConfig, shape: ModelShape, config: Config, role: str) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer states of a trained role on one rank."""
+    count = _parameters(section, shape)
     # Two moments in float32, and a float32 copy of weights that are not float32 themselves.
     optimizer = count * (8 if section.dtype == "float32" else 12)
-    parts = {
+    return {
         "weights": count * BYTES[section.dtype],
-        "gradients (float32)": count * 4,
-        "optimizer": optimizer // replicas if section.distributed_optimizer else optimizer,
-        "activations of a micro-batch": _activations(section, shape, config, backward=True),
+        "gradients": count * 4,
+        "optimizer": optimizer // _replicas(section, config, role) if section.distributed_optimizer else optimizer,
     }
-    if role == "actor":
-        parts["logits of a chunk"] = _logits(section, shape, config)
-    return Memory(role, "update", parts)
 
 
-def _frozen(section: ReferenceConfig, shape: ModelShape, config: Config) -> Memory:
+def _replicas(section: TrainedConfig, config: Config, role: str) -> int:
     layout = section.layout
-    count = rank_parameters(shape, layout.tp, trained_layers(shape, layout), layout.ep * layout.etp)
-    parts = {
-        "weights": count * BYTES[section.dtype],
-        "activations of a micro-batch": _activations(section, shape, config, backward=False),
-        "logits of a chunk": _logits(section, shape, config),
-    }
-    return Memory("reference", "log-probs", parts)
+    return max(1, pool_of(config, role).devices // (layout.tp * layout.pp * layout.cp))
 
 
-def _rollout(config: Config, shape: ModelShape) -> Memory:
+def _engine_weights(config: Config, shape: ModelShape) -> int:
     section = config.rollout
     stages = [-(-shape.num_layers // section.layout.pp)] * section.layout.pp
-    count = rank_parameters(shape, section.layout.tp, stages, section.layout.tp)
-    parts = {"weights": count * BYTES[section.dtype], "KV cache": section.kv_cache_bytes}
-    return Memory("rollout", "generate", parts)
+    return rank_parameters(shape, section.layout.tp, stages, section.layout.tp) * BYTES[section.dtype]
+
+
+def _generating(config: Config, shape: ModelShape) -> dict[str, int]:
+    """What an engine makes for the moment: activations of a layer, and what it samples from."""
+    section, requests = config.rollout, config.rollout.max_batch_requests
+    row = config.data.max_prompt_tokens + section.max_response_tokens
+    tokens = engine_batch_tokens(row, requests)
+    width = 3 * shape.hidden_size + 3 * shape.active_ffn_size // section.layout.tp
+    sampled = requests * shape.vocab_size * (4 * SAMPLED_COPIES + BYTES[section.dtype])
+    made = {"activations of the engine": tokens * width * BYTES[section.dtype], "sampling": sampled}
+    return _workspace(config) | made
+
+
+def _pass(section: EngineConfig, shape: ModelShape, config: Config, role: str, *, backward: bool) -> dict[str, int]:
+    """What a pass of a micro-batch makes for the moment."""
+    parts = {"activations of a micro-batch": _activations(section, shape, config, backward=backward)}
+    if role != "critic":
+        parts["logits of a chunk"] = _logits(section, shape, config, backward=backward)
+        if backward:
+            # Gradients of chunks are added up in float32.
+            parts["gradient of the head"] = -(-shape.vocab_size // section.layout.tp) * shape.hidden_size * 4
+    return parts
+
+
+def _update(section: TrainedConfig, shape: ModelShape, config: Config, role: str) -> dict[str, int]:
+    """What an update makes for the moment: in its passes, or in the optimizer's step, whichever is more."""
+    passes = _pass(section, shape, config, role, backward=True)
+    stepped = _parameters(section, shape) * 4
+    if section.distributed_optimizer:
+        stepped //= _replicas(section, config, role)
+    return passes if sum(passes.values()) >= stepped else {"roots of moments": stepped}
 
 
 def microbatch_tokens(section: EngineConfig, config: Config) -> int:
@@ -122,7 +230,9 @@ def _activations(section: EngineConfig, shape: ModelShape, config: Config, *, ba
     return tokens * elements * BYTES[section.dtype]
 
 
-def _logits(section: EngineConfig, shape: ModelShape, config: Config) -> int:
+def _logits(section: EngineConfig, shape: ModelShape, config: Config, *, backward: bool) -> int:
+    device = config.cluster.device
     whole = microbatch_tokens(section, config) * -(-shape.vocab_size // section.layout.tp)
-    # Twice: the logits and what is made of them in place of a copy.
-    return 2 * 4 * min(whole, LOGIT_CHUNK_ELEMENTS)
+    element = BYTES[section.dtype] if device == "cuda" else 4
+    copies = 1 + LOGIT_COPIES[device] * (backward or device == "cpu")
+    return copies * element * min(whole, LOGIT_CHUNK_ELEMENTS[device])

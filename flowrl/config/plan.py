@@ -53,7 +53,7 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Processes that roles share. `bytes_per_rank`: what all roles of the pool hold together, every one of them awake."""
+    """Processes that roles share. `bytes_per_rank`: what they hold at once in the phase that needs most."""
 
     name: str
     devices: int
@@ -129,8 +129,7 @@ def layout_words(layout: TrainLayout) -> str:
 
 def _pools(config: Config, estimate: Sequence[Memory]) -> Iterator[PoolPlan]:
     for name, pool in pools(config).items():
-        held = sum(part.total for part in estimate if pool_name(config, part.role) == name)
-        yield PoolPlan(name, pool.devices, held)
+        yield PoolPlan(name, pool.devices, max(entry.total for entry in estimate if entry.pool == name))
 
 
 def _update(role: str, section: ActorConfig | CriticConfig, config: Config) -> UpdatePlan:
@@ -171,8 +170,8 @@ def _notes(
         for pool in shared:
             if pool.bytes_per_rank > machine.gpu_memory_bytes:
                 yield (
-                    f"about {size(pool.bytes_per_rank)} per GPU of pool {pool.name} will be needed with every role awake, a GPU "
-                    f"has {size(machine.gpu_memory_bytes)}"
+                    f"about {size(pool.bytes_per_rank)} per GPU of pool {pool.name} will be needed at once, a GPU has "
+                    f"{size(machine.gpu_memory_bytes)}"
                 )
 
 
@@ -189,7 +188,7 @@ def size(num_bytes: int) -> str:
 def render(plan: RunPlan) -> str:
     """The plan as plain text."""
     lines = ["Configuration", *_indent(plan.tree.splitlines()), "", "Placement", *_indent(_placement(plan))]
-    lines += ["", "Batches", *_indent(_batches(plan)), "", "Memory per rank (rough)", *_indent(_memory(plan))]
+    lines += ["", "Batches", *_indent(_batches(plan)), "", "Memory per rank by phase", *_indent(_memory(plan))]
     if plan.notes:
         lines += ["", "Notes", *_indent(plan.notes)]
     return "\n".join([*lines, ""])
@@ -228,10 +227,10 @@ def _batches(plan: RunPlan) -> list[str]:
 
 def _memory(plan: RunPlan) -> list[str]:
     return [
-        f"{m.role:<10} {m.phase:<10} {size(m.total):>10}   "
-        + ", ".join(f"{name} {size(part)}" for name, part in m.parts.items())
-        for m in plan.memory
+        f"{entry.phase:<14} {size(entry.total):>10}   pool {entry.pool}: "
+        + ", ".join(f"{name} {size(part)}" for name, part in entry.parts.items())
+        for entry in plan.memory
     ] + [
-        f"pool {pool.name:<16} {size(pool.bytes_per_rank):>10}   together, on each of {pool.devices} rank(s)"
+        f"pool {pool.name:<9} {size(pool.bytes_per_rank):>10}   at most, on each of {pool.devices} rank(s)"
         for pool in plan.pools
     ]

@@ -12,7 +12,7 @@ import torch
 class DeviceMemory:
     """Bytes. `peak`: most that torch's allocator had handed out at once during the call; `allocated` and `reserved`: what
     it hands out, and has taken from the device, at the end; `free`: of the device at the end, whoever has the rest;
-    `pinned`: host memory that the process has pinned. An engine that sleeps counts as allocated; `free` knows better."""
+    `pinned`: host memory that the process has pinned. What sleeps counts for nothing, though torch's allocator knows it."""
 
     peak: int
     allocated: int
@@ -35,8 +35,25 @@ class DeviceMemory:
         )
 
 
+@dataclass
+class _Asleep:
+    """Bytes of this process that the allocator counts and the device does not hold: now, and when the call began."""
+
+    now: int = 0
+    before: int = 0
+
+
+_asleep = _Asleep()
+
+
+def note_asleep(num_bytes: int) -> None:
+    """An engine went to sleep or woke: so many bytes of this process have no memory now."""
+    _asleep.now = num_bytes
+
+
 def begin(device: torch.device) -> None:
     """A call begins: its peak counts from here."""
+    _asleep.before = _asleep.now
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -46,9 +63,9 @@ def read(device: torch.device) -> DeviceMemory | None:
     if device.type != "cuda":
         return None
     return DeviceMemory(
-        peak=torch.cuda.max_memory_allocated(device),
-        allocated=torch.cuda.memory_allocated(device),
-        reserved=torch.cuda.memory_reserved(device),
+        peak=torch.cuda.max_memory_allocated(device) - min(_asleep.before, _asleep.now),
+        allocated=torch.cuda.memory_allocated(device) - _asleep.now,
+        reserved=torch.cuda.memory_reserved(device) - _asleep.now,
         free=torch.cuda.mem_get_info(device)[0],
         pinned=torch.cuda.host_memory_stats()["allocated_bytes.current"],
     )

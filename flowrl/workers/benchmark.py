@@ -15,7 +15,7 @@ from rich.table import Table
 
 from flowrl.config.machine import find_machine
 from flowrl.config.model_shape import ModelShape
-from flowrl.resharding.measure.gpu_tables import cells, headings
+from flowrl.resharding.measure.gpu_tables import SECOND, cells, headings
 from flowrl.resharding.measure.processes import RankFailed, run_ranks
 from flowrl.resharding.measure.report import origin
 from flowrl.resharding.shapes import SHAPES, LatentShape, planned_shape
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     if out is not None:
         (out / "results.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    for kind in (command, "parts") if "parts" in content else (command,):
+    for kind in (command, *(found for found in (SECOND.get(command),) if found in content)):
         table = Table(*headings(kind), title=f"{content['model']}, {content['settings']['dtype']}: {kind}")
         for line in cells(kind, content):
             table.add_row(*line)

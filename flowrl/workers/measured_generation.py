@@ -53,17 +53,16 @@ def run(job: GenerationJob) -> list[dict[str, Any]]:
     Error: `EngineFailed` with the traceback of a process that failed.
     """
     seconds: dict[str, list[float]] = {OWN: [], PLAIN: [], BARE: []}
-    with _process(job, _serve_role) as own:
-        spec = own.ask(("spec", 0), START_SECONDS)
-        with _process(job, _serve_plain, spec) as plain:
-            plain.ask(("spec", 0), START_SECONDS)
-            turns = [(OWN, own, OWN), (PLAIN, plain, PLAIN), (BARE, plain, BARE)]
-            for number in range(job.repeat + 1):
-                # Every other round in the reverse order: whatever drifts meets both.
-                for name, process, request in turns if number % 2 else turns[::-1]:
-                    taken = process.ask((request, number), ROUND_SECONDS)
-                    if number:
-                        seconds[name].append(taken)
+    with _process(job, _serve_role) as own, _process(job, _serve_plain) as plain:
+        # One engine after the other looks how much memory is free; the second imports its libraries meanwhile.
+        plain.ask(("settings", own.ask(("spec", 0), START_SECONDS)), START_SECONDS)
+        turns = [(OWN, own, OWN), (PLAIN, plain, PLAIN), (BARE, plain, BARE)]
+        for number in range(job.repeat + 1):
+            # Every other round in the reverse order: whatever drifts meets both.
+            for name, process, request in turns if number % 2 else turns[::-1]:
+                taken = process.ask((request, number), ROUND_SECONDS)
+                if number:
+                    seconds[name].append(taken)
     return [_row(job, name, taken) for name, taken in seconds.items()]
 
 
@@ -98,7 +97,7 @@ class _Process:
     name: str
     alive: Callable[[], bool] = field(repr=False)
 
-    def ask(self, request: tuple[str, int], limit_seconds: float) -> Any:
+    def ask(self, request: tuple[str, Any], limit_seconds: float) -> Any:
         self.pipe.send(request)
         if not self.pipe.poll(limit_seconds):
             raise EngineFailed(f"{self.name} said nothing for {limit_seconds:.0f} s")
@@ -112,11 +111,11 @@ class _Process:
 
 
 @contextmanager
-def _process(job: GenerationJob, serve: Callable[..., None], *arguments: Any) -> Iterator[_Process]:
+def _process(job: GenerationJob, serve: Callable[[Connection, GenerationJob], None]) -> Iterator[_Process]:
     """A fresh process that has imported nothing yet; it ends with the block."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_main, args=(theirs, serve, job, *arguments), daemon=True)
+    process = context.Process(target=_main, args=(theirs, serve, job), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -129,10 +128,10 @@ def _process(job: GenerationJob, serve: Callable[..., None], *arguments: Any) ->
             process.join()
 
 
-def _main(pipe: Connection, serve: Callable[..., None], job: GenerationJob, *arguments: Any) -> None:
+def _main(pipe: Connection, serve: Callable[[Connection, GenerationJob], None], job: GenerationJob) -> None:
     os.environ.update(process_environment(job.device, 1))
     try:
-        serve(pipe, job, *arguments)
+        serve(pipe, job)
     except EOFError:
         # The parent has closed its end: the work is done.
         pass
@@ -201,14 +200,16 @@ def _serve_role(pipe: Connection, job: GenerationJob) -> None:
             dist.destroy_process_group()
 
 
-def _serve_plain(pipe: Connection, job: GenerationJob, spec: Any) -> None:
+def _serve_plain(pipe: Connection, job: GenerationJob) -> None:
     import time
 
     from vllm import LLM, SamplingParams
 
     from flowrl.workers.vllm_private import plain_arguments, sampling_params
 
+    _, spec = pipe.recv()
     engine = LLM(**plain_arguments(spec))
+    pipe.send((True, None))
     same = [
         sampling_params(temperature=1.0, top_p=1.0, top_k=0, max_tokens=job.tokens, stop_token_ids=(), seed=seed)
         for seed in range(job.requests)
@@ -216,8 +217,6 @@ def _serve_plain(pipe: Connection, job: GenerationJob, spec: Any) -> None:
     bare = SamplingParams(temperature=1.0, max_tokens=job.tokens, ignore_eos=True, detokenize=False)
 
     def answers(request: str, number: int) -> Any:
-        if request == "spec":
-            return None
         # No round of the same prompts twice: those of the third line are its own.
         ids = make_prompts(job, number if request == PLAIN else -1 - number)
         prompts = [{"prompt_token_ids": prompt} for prompt in ids]

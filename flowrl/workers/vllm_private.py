@@ -21,6 +21,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from flowrl.config.memory import engine_batch_tokens
+from flowrl.single_controller.device_memory import note_asleep
 from flowrl.workers.mixture import mixture
 
 READ_IN = ("0.26.0", "0.32.0")
@@ -243,6 +245,7 @@ class Engine:
             self.llm: Any = importlib.import_module("vllm").LLM(**_arguments(spec))
         torch.set_num_threads = set_num_threads
         self.spec = spec
+        self._asleep: dict[str, int] = {}
         runner = self.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         self.model: torch.nn.Module = runner.model
         if spec.device == "cpu" and spec.pp > 1:
@@ -278,11 +281,15 @@ class Engine:
         """Drop weights and cache (level 2) on a GPU; vLLM's CPU build has no sleep."""
         if self.spec.device == "cuda":
             self.llm.sleep(level=2)
+            self._asleep = _pool_bytes()
+            note_asleep(sum(self._asleep.values()))
 
     def wake(self, tags: list[str]) -> None:
         """Take the memory of `tags` (`weights`, `kv_cache`), which is asleep, again."""
         if self.spec.device == "cuda":
             self.llm.wake_up(tags=tags)
+            self._asleep = {tag: size for tag, size in self._asleep.items() if tag not in tags}
+            note_asleep(sum(self._asleep.values()))
 
     def reset_prefix_cache(self) -> None:
         """Forget keys and values of earlier prompts: they belong to older weights."""
@@ -293,7 +300,17 @@ class Engine:
         """Free the engine; its groups stay for the next one."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.model
+        note_asleep(0)
         gc.collect()
+
+
+def _pool_bytes() -> dict[str, int]:
+    """Bytes in the allocator whose memory can sleep, by tag. There is one in a process."""
+    allocator = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
+    found: dict[str, int] = {}
+    for data in allocator.pointer_to_data.values():
+        found[data.tag] = found.get(data.tag, 0) + data.handle[1]
+    return found
 
 
 def _arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -309,9 +326,7 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         "distributed_executor_backend": "external_launcher",
         "max_model_len": spec.max_model_tokens,
         "max_num_seqs": spec.max_batch_requests,
-        "max_num_batched_tokens": max(
-            spec.max_model_tokens, min(8192, spec.max_batch_requests * spec.max_model_tokens)
-        ),
+        "max_num_batched_tokens": engine_batch_tokens(spec.max_model_tokens, spec.max_batch_requests),
         "block_size": spec.block_tokens,
         "num_gpu_blocks_override": spec.num_blocks,
         "kv_cache_memory_bytes": spec.kv_cache_bytes,

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MAX_CHUNK_ELEMENTS = 1 << (28 if torch.cuda.is_available() else 26)
+from flowrl.config.memory import LOGIT_CHUNK_ELEMENTS
+
+MAX_CHUNK_ELEMENTS = LOGIT_CHUNK_ELEMENTS["cuda" if torch.cuda.is_available() else "cpu"]
 """Logits held at once. A GPU reads them as the product leaves them, 512 MiB of bfloat16; a CPU makes float32 of them."""
 
 LEAST_LOGIT = -1.0e4
@@ -88,7 +90,11 @@ _fused_largest, _fused_sums, _fused_gradients = _fused(_largest), _fused(_sums),
 
 
 def shard_statistics(
-    logits: torch.Tensor, targets: torch.Tensor, first_id: int, group: dist.ProcessGroup | None, temperature: float = 1.0
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    first_id: int,
+    group: dist.ProcessGroup | None,
+    temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-prob, entropy, largest logit and log normaliser (after subtracting the largest), each [T] float32.
 

@@ -69,10 +69,16 @@ def measure(given: Mapping[str, str], extra: Sequence[str]) -> dict[str, Any]:
     # Megatron-core warns in every process of optional packages that flowrl does without.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     common, added = words(given, model_folder(given), extra)
-    row = gpu_steps.run("grpo", common, added, out, whole_number(given, "limit"))
+    row, peaks = gpu_steps.run("grpo", common, added, out, whole_number(given, "limit"))
     told = dict(word.split("=", 1) for word in extra)
     layers = f" of {given['layers']} layers" if "layers" in given else ""
-    return {**origin(given["device"]), "model": f"{given['model']}{layers}", "settings": told, "rows": [row]}
+    return {
+        **origin(given["device"]),
+        "model": f"{given['model']}{layers}",
+        "settings": told,
+        "rows": [row],
+        "memory": peaks,
+    }
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flowrl.config.cli import run_main
 from flowrl.config.compose import compose_all
-from flowrl.config.memory import rank_parameters
+from flowrl.config.machine import Machine
+from flowrl.config.memory import memory, rank_parameters
 from flowrl.config.model_shape import shape_of
 from flowrl.config.plan import RunPlan, make_plan, render, size
 from flowrl.config.schema import Config
+from flowrl.resharding.shapes import planned_shape
 
 MakeModel = Callable[..., Path]
 
@@ -68,7 +71,9 @@ def test_cut_sampling_is_noted() -> None:
 def test_only_roles_of_the_run_are_placed(argv: list[str], roles: list[tuple[str, str]]) -> None:
     made = plan(*argv)
     assert [(r.role, r.pool) for r in made.roles] == roles
-    assert [m.role for m in made.memory] == [role for role, _ in roles]
+    names = {role for role, _ in roles}
+    assert {(name, m.pool) for m in made.memory for name in m.parts if name in names} == set(roles)
+    assert not {"actor", "critic", "reference", "rollout"} - names & {name for m in made.memory for name in m.parts}
 
 
 def test_generation_on_its_own_pool_is_planned_on_its_own_devices() -> None:
@@ -77,11 +82,13 @@ def test_generation_on_its_own_pool_is_planned_on_its_own_devices() -> None:
     made = plan(*argv)
     assert [(pool.name, pool.devices) for pool in made.pools] == [("main", 8), ("rollout", 4)]
     assert made.roles[-1].ranks == range(4) and made.rows_per_replica == 512 // 4
-    assert made.pools[1].bytes_per_rank == made.memory[-1].total
-    assert made.pools[0].bytes_per_rank == sum(part.total for part in made.memory[:-1])
+    for pool in made.pools:
+        assert pool.bytes_per_rank == max(entry.total for entry in made.memory if entry.pool == pool.name)
+    assert all(("rollout" in entry.parts) == (entry.pool == "rollout") for entry in made.memory)
+    assert {entry.phase for entry in made.memory if entry.pool == "rollout"} == {"generate", "reshard"}
     text = render(plan(*argv, "cluster.rollout_devices=2", "rollout.layout.tp=2"))
     assert "rollout    pool rollout ranks 0-1  tp 2, pp 1, 1 replica(s)" in text
-    assert "pool main " in text and "together, on each of 8 rank(s)" in text and "on each of 2 rank(s)" in text
+    assert "pool main " in text and "at most, on each of 8 rank(s)" in text and "on each of 2 rank(s)" in text
 
 
 def test_memory_follows_the_layout() -> None:
@@ -91,9 +98,47 @@ def test_memory_follows_the_layout() -> None:
     assert rank_parameters(shape, 2, [2]) == -(-whole // 2)
     assert rank_parameters(shape, 1, [1, 1]) == pytest.approx(whole / 2, rel=0.01)
     plain, sharded = (
-        plan("actor.layout.tp=1", f"actor.distributed_optimizer={flag}").memory[0] for flag in ("false", "true")
+        phase(plan("actor.layout.tp=1", f"actor.distributed_optimizer={flag}"), "update_actor")
+        for flag in ("false", "true")
     )
-    assert sharded.parts["optimizer"] == plain.parts["optimizer"] // 2
+    assert plain["actor"] - sharded["actor"] == whole * 8 // 2
+
+
+def phase(made: RunPlan, name: str) -> Mapping[str, int]:
+    return next(entry for entry in made.memory if entry.phase == name).parts
+
+
+H200 = Machine(cpus=16, memory_bytes=128 << 30, shared_memory_bytes=64 << 30, gpus=2, gpu_memory_bytes=150_754_820_096)
+
+
+def on_a_gpu(*argv: str) -> RunPlan:
+    composed = compose_all(argv, machine=H200)
+    return make_plan(composed.config, composed.shapes, composed.machine)
+
+
+def test_roles_of_a_gpu_take_turns() -> None:
+    """Whoever does not work is on the host or asleep; without offloading the trainer stays, and nothing moves on a CPU."""
+    held = {"actor", "critic", "reference", "rollout"}
+    one = "cluster.devices=1"
+    roles = {e.phase: held & e.parts.keys() for e in on_a_gpu(one).memory}
+    assert roles["generate"] == {"rollout"} and roles["reshard"] == {"actor", "rollout"}
+    for name in ("log_probs", "reference", "values", "update_critic", "update_actor"):
+        assert roles[name] == {"actor", "critic", "reference"}
+    stays = on_a_gpu(one, "actor.offload=false")
+    assert held & phase(stays, "generate").keys() == {"actor", "rollout"}
+    assert all(held <= e.parts.keys() for e in plan().memory if e.phase != "reshard")
+    apart = on_a_gpu("placement=standalone_rollout", one)
+    assert [held & e.parts.keys() for e in apart.memory if e.phase == "reshard"] == [held - {"rollout"}, {"rollout"}]
+
+
+def test_a_predicted_update_is_what_a_gpu_was_seen_to_take() -> None:
+    """Actor of Qwen2.5-1.5B on an H200, micro-batches of 8192 tokens, rows of 2048: 48.49e9 bytes at most, 27.88e9 before."""
+    argv = ("algorithm=grpo", "kl=none", "cluster.devices=1", "actor.tokens_per_microbatch=8192")
+    composed = compose_all(argv, machine=H200)
+    shapes = replace(composed.shapes, policy=planned_shape("qwen2.5-1.5b"))
+    found = next(e for e in memory(composed.config, shapes) if e.phase == "update_actor")
+    assert found.parts["actor"] == pytest.approx(27.88e9, rel=0.01)
+    assert found.total == pytest.approx(48.49e9, rel=0.05)
 
 
 def test_an_interleaved_pipeline_is_planned_and_estimated(make_model: MakeModel, tmp_path: Path) -> None:
@@ -105,8 +150,8 @@ def test_an_interleaved_pipeline_is_planned_and_estimated(make_model: MakeModel,
     argv.append("actor.tokens_per_microbatch=1")
     plain, interleaved = plan(*argv), plan(*argv, "actor.layout.vpp=2")
     assert [role.layout for role in interleaved.roles[:3]] == ["tp 1, pp 2, vpp 2"] * 3
-    parts = [made.memory[0].parts for made in (plain, interleaved)]
-    assert parts[0]["weights"] == parts[1]["weights"]
+    parts = [phase(made, "update_actor") for made in (plain, interleaved)]
+    assert parts[0]["actor"] == parts[1]["actor"]
     name = "activations of a micro-batch"
     assert parts[1][name] * 4 == parts[0][name] * 5
     assert (plain.updates[0].microbatches, interleaved.updates[0].microbatches) == (3, 4)

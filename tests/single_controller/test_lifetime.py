@@ -99,7 +99,9 @@ def test_a_ray_that_is_gone_ends_the_driver_with_its_name_and_leaves_nothing(pro
     mark = new_mark()
     driver = start_driver("stay", mark, RAY_ADDRESS="")
     assert "new local cluster" in driver.stdout.readline() and "sum 3.0" in driver.stdout.readline()
-    os.kill(next(pid for pid in marked_processes(mark) if f"/{process}" in command(pid).partition(" ")[0]), signal.SIGKILL)
+    os.kill(
+        next(pid for pid in marked_processes(mark) if f"/{process}" in command(pid).partition(" ")[0]), signal.SIGKILL
+    )
     _, errors = driver.communicate(timeout=60)
     assert driver.returncode == 1, errors
     assert words in errors.splitlines()[-1]

@@ -65,6 +65,13 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("tokens/s", _number("tokens_per_second")),
         ("seconds by phase", _text("phases")),
     ),
+    "memory": (
+        ("run", _text("run")),
+        ("phase", _text("phase")),
+        ("peak GB, measured", _number("measured_bytes", "{:.2f}", 1e-9)),
+        ("predicted", _number("predicted_bytes", "{:.2f}", 1e-9)),
+        ("predicted / measured", _number("ratio", "{:.2f}")),
+    ),
     "learning": (
         ("model", _text("model")),
         ("steps", _number("steps")),
@@ -75,7 +82,9 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("of the last", _number("last_steps_reward", "{:.3f}")),
     ),
 }
-"""By kind; files are called KIND-*.json. `parts` come with `train`."""
+"""By kind; files are called KIND-*.json. `parts` come with `train`, `memory` with `steps`."""
+SECOND = {"train": "parts", "steps": "memory"}
+"""Kind of the second table of a file, where it has one."""
 
 
 def headings(kind: str) -> list[str]:
@@ -85,7 +94,7 @@ def headings(kind: str) -> list[str]:
 
 def cells(kind: str, content: Mapping[str, Any]) -> list[list[str]]:
     """The lines of a table, from a file's content."""
-    rows: Sequence[Mapping[str, Any]] = content["parts" if kind == "parts" else "rows"]
+    rows: Sequence[Mapping[str, Any]] = content[kind if kind in SECOND.values() else "rows"]
     if kind == "generate":
         plain = next(row["tokens_per_second"] for row in rows if row["engine"] == "vllm")
         rows = [{**row, "of_plain": row["tokens_per_second"] / plain} for row in rows]

@@ -100,8 +100,8 @@ def measured(content: Mapping[str, Any]) -> str:
 
 
 def on_a_gpu(kind: str, content: Mapping[str, Any]) -> str:
-    """What the other benchmarks wrote, as a title, a table and where it was measured; training with its parts."""
-    kinds = (kind, "parts") if "parts" in content else (kind,)
+    """What the other benchmarks wrote, as a title, a table or two and where it was measured."""
+    kinds = (kind, *(found for found in (gpu_tables.SECOND.get(kind),) if found is not None and found in content))
     tables = [_lines(gpu_tables.title(k, content), gpu_tables.headings(k), gpu_tables.cells(k, content)) for k in kinds]
     return "\n\n".join([*tables, _origin(content)])
 

@@ -8,12 +8,12 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from flowrl.config.machine import installed_version
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding.plan.figures import Row
 from flowrl.resharding.plan.options import Options
@@ -94,7 +94,10 @@ def results(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
             "gpus_per_node": options.gpus_per_node,
             "planned_on": platform.machine(),
         },
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("flowrl", "numpy")}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: installed_version(name) for name in ("flowrl", "numpy")},
+        },
         "commit": git.stdout.strip() or "unknown",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "rollout_world": options.rollout_world,
