@@ -42,7 +42,8 @@ SETTINGS = {
     "rollout.samples_per_prompt": "8",
     "rollout.max_response_tokens": "16",
     "actor.minibatch_prompts": "64",
-    "actor.optim.lr": "3e-6",
+    "actor.tokens_per_microbatch": "32768",
+    "actor.optim.lr": "1e-5",
     "trainer.eval_every": "10",
     "reward.function": "recipes.smollm2:score",
 }

@@ -207,6 +207,8 @@ class Process:
         start = time.time()
         self._roles.pop(role).close()
         self._links.drop(self._spec.pool_name, role)
+        # The role is among what was frozen when another one was made after it.
+        gc.unfreeze()
         gc.collect()
         return Answer(None, start, time.time())
 

@@ -365,13 +365,22 @@ def _response_limit(batch: DataProto, aggregation: str) -> int:
 
 
 def _accumulate(result: TrainResult, reports: list[Any]) -> None:
-    for report in reports:
-        if report is None:
-            continue
-        loss, reported = report
-        result.loss += float(loss)
-        for name, value in reported.items():
+    """Add up what the micro-batches report. A device is waited for once, not for every number."""
+    present = [report for report in reports if report is not None]
+    if not present:
+        return
+    numbers = [
+        torch.stack([loss.float(), *(f(value.float()) for value in reported.values() for f in _SUMMARIES)])
+        for loss, reported in present
+    ]
+    for (_, reported), (loss, *figures) in zip(present, torch.stack(numbers).tolist(), strict=True):
+        result.loss += loss
+        for place, name in enumerate(reported):
+            total, least, largest = figures[3 * place : 3 * place + 3]
             stats = result.stats.setdefault(name, TokenStats())
-            stats.total += float(value.sum())
-            stats.least = min(stats.least, float(value.min()))
-            stats.largest = max(stats.largest, float(value.max()))
+            stats.total += total
+            stats.least = min(stats.least, least)
+            stats.largest = max(stats.largest, largest)
+
+
+_SUMMARIES = (torch.sum, torch.min, torch.max)

@@ -281,5 +281,8 @@ def _dense(batch: DataProto, name: str) -> torch.Tensor:
 
 
 def _sampled_log_probs(output: Any) -> list[float]:
-    """Log-probs of the sampled ids of one vLLM output, [tokens]."""
-    return [float(choices[token].logprob) for token, choices in zip(output.token_ids, output.logprobs, strict=True)]
+    """Log-probs of the sampled ids of one vLLM output, [tokens]: the only ones asked for."""
+    found = output.logprobs
+    assert list(found.token_ids) == list(output.token_ids), "one log-prob for each sampled id"
+    log_probs: list[float] = found.logprobs
+    return log_probs

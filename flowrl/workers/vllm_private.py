@@ -153,9 +153,6 @@ def _tame() -> None:
     core = vars(importlib.import_module("vllm.v1.engine.core"))
     # Without this, dropping an engine destroys the default process group, which the trainer uses too.
     core["cleanup_dist_env_and_memory"] = lambda *args, **kwargs: None
-    # Frozen objects are never collected: the trainer's would be among them.
-    core["freeze_gc_heap"] = lambda: None
-    vars(importlib.import_module("vllm.v1.worker.gpu_worker"))["freeze_gc_heap"] = lambda: None
 
 
 class _Groups:
@@ -301,6 +298,8 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.model
         note_asleep(0)
+        # What vLLM froze, so that no collection goes through it while responses are made: other roles' objects, too.
+        gc.unfreeze()
         gc.collect()
 
 
@@ -382,5 +381,7 @@ def sampling_params(
         ignore_eos=True,
         seed=seed & (2**63 - 1),
         logprobs=0,
+        # Lists of numbers: an object for each token would keep the garbage collector busy.
+        flat_logprobs=True,
         detokenize=False,
     )

@@ -108,6 +108,7 @@ def test_threads_of_all_processes_fit_the_machine() -> None:
     """CPU-03: threads are CPUs over processes, at least one."""
     assert process_environment("cpu", 2, cpus=8)["OMP_NUM_THREADS"] == "4"
     assert process_environment("cpu", 16, cpus=2)["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in process_environment("cuda", 8)
+    assert process_environment("cuda", 1, cpus=32)["OMP_NUM_THREADS"] == "4"
+    assert process_environment("cuda", 8, cpus=16)["OMP_NUM_THREADS"] == "2"
     with pytest.raises(ValueError, match="cluster.device='tpu'"):
         process_environment("tpu", 1)
