@@ -56,11 +56,12 @@ def _gradients(
     logits: torch.Tensor,
     temperature: float,
     local: torch.Tensor,
-    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    entropy: torch.Tensor,
+    largest: torch.Tensor,
+    normaliser: torch.Tensor,
     grad_log_probs: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    entropy, largest, normaliser = saved
     log_all = _shifted(logits, temperature, largest) - normaliser[:, None]
     probs = log_all.exp()
     grad = torch.zeros_like(probs)
@@ -79,9 +80,11 @@ def _fused(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return function
     compiled = torch.compile(function)
 
-    def call(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        torch._dynamo.maybe_mark_dynamic(logits, 0)
-        return compiled(logits, *arguments)
+    def call(*arguments: Any) -> torch.Tensor:
+        for tensor in arguments:
+            if isinstance(tensor, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(*arguments)
 
     return call
 
@@ -126,7 +129,7 @@ def logit_gradients(
     get 0.
     """
     local = _local(targets, first_id, logits.shape[1])
-    return _fused_gradients(logits, temperature, local, saved, grad_log_probs, grad_entropy)
+    return _fused_gradients(logits, temperature, local, *saved, grad_log_probs, grad_entropy)
 
 
 class _TokenOutputs(torch.autograd.Function):
