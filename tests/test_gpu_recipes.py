@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -44,8 +48,8 @@ def test_commands_of_the_gpu_page_are_understood(tmp_path: Path) -> None:
     ]
     words = [line.split() for line in lines]
     assert [found[2] for found in words] == [
-        "flowrl.resharding.measure.page", "flowrl.workers.benchmark", "flowrl.workers.benchmark", "recipes.gpu_steps",
-        "recipes.smollm2",
+        "flowrl.resharding.measure.page", "flowrl.workers.benchmark", "flowrl.workers.benchmark",
+        "flowrl.resharding.benchmark", "recipes.gpu_steps", "recipes.smollm2",
     ]  # fmt: skip
     for name, keys in (("recipes.gpu_steps", gpu_steps.KEYS), ("recipes.smollm2", smollm2.KEYS)):
         [arguments] = [found[3:] for found in words if found[2] == name]
@@ -152,3 +156,24 @@ def test_a_random_model_has_a_token_per_letter_and_weights_of_its_shape(tmp_path
         tokenizer = load_tokenizer(folder)
         ids = tokenizer.encode_text("abcz")
         assert len(ids) == len(set(ids)) == 4 and tokenizer.decode(ids) == "abcz" and tokenizer.num_ids == 300
+
+
+def test_a_check_that_is_told_to_stop_ends_its_parts(tmp_path: Path) -> None:
+    """A part is a session of its own, which no signal to the check reaches."""
+    script = f"""
+import sys
+from recipes import gpu_check
+wait = (sys.executable, "-c", "import time; time.sleep(300)")
+vars(gpu_check)["parts"] = lambda out: [gpu_check.Part(name, wait, 300.0, alone=name == "last") for name in ("first", "last")]
+sys.exit(gpu_check.main(["out={tmp_path}"]))
+"""
+    check = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    parts: list[psutil.Process] = []
+    deadline = time.monotonic() + 60
+    while not parts and time.monotonic() < deadline:
+        parts = psutil.Process(check.pid).children()
+        time.sleep(0.1)
+    check.terminate()
+    assert check.wait(60) == 143
+    assert len(parts) == 1 and not parts[0].is_running()
+    assert not (tmp_path / "last.log").exists()

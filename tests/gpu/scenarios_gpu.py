@@ -95,14 +95,18 @@ def take_turns(folder: Path, cell: Cell, setup: Setup, batch: DataProto, out: Pa
     """Two steps in which trainer and engine have the GPU's memory by turns, beside a trainer that stays."""
     source, role = pair(folder, folder, cell, setup)
     other = actor(folder, cell)
-    asked, found = prompts(LENGTHS, num_ids=setup.num_ids), {"free": {}, "rows": [], "wrong": [], "same": []}
+    asked, found = (
+        prompts(LENGTHS, num_ids=setup.num_ids),
+        {"free": {}, "back": [], "rows": [], "wrong": [], "same": []},
+    )
     free = found["free"]
     for number in range(2):
         free[number, "awake"] = _free()
         role.sleep()
         free[number, "engine asleep"] = _free()
+        before = torch.cuda.memory_allocated()
         source.reload()
-        free[number, "trainer back"] = _free()
+        found["back"].append(torch.cuda.memory_allocated() - before)
         for one in (source, other):
             call(one, one.update, batch.union(call(one, one.log_probs, batch)))
         free[number, "trained"] = _free()

@@ -72,6 +72,18 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("predicted", _number("predicted_bytes", "{:.2f}", 1e-9)),
         ("predicted / measured", _number("ratio", "{:.2f}")),
     ),
+    "install": (
+        ("model", _text("model")),
+        ("GB written", _number("installed_bytes_max", "{:.2f}", 1e-9)),
+        ("whole move, ms", _number("seconds_median", "{:.2f}", 1e3)),
+        ("of it copies", _number("copies_seconds", "{:.2f}", 1e3)),
+        ("copies, GB/s read and written", _number("copies_gb_per_second")),
+        ("a large copy, GB/s", _number("copy_gb_per_second")),
+        ("share", _number("copies_share", PERCENT, 100)),
+        ("share, whole move", _number("move_share", PERCENT, 100)),
+        ("checksums, ms", _number("fingerprint_seconds", "{:.2f}", 1e3)),
+        ("bit for bit", _text("bit_exact")),
+    ),
     "learning": (
         ("model", _text("model")),
         ("steps", _number("steps")),
@@ -95,14 +107,26 @@ def headings(kind: str) -> list[str]:
 def cells(kind: str, content: Mapping[str, Any]) -> list[list[str]]:
     """The lines of a table, from a file's content."""
     rows: Sequence[Mapping[str, Any]] = content[kind if kind in SECOND.values() else "rows"]
+    if kind == "install":
+        rows = [_installed(row) for row in rows]
     if kind == "generate":
         plain = next(row["tokens_per_second"] for row in rows if row["engine"] == "vllm")
         rows = [{**row, "of_plain": row["tokens_per_second"] / plain} for row in rows]
     return [[cell(row) for _, cell in COLUMNS[kind]] for row in rows]
 
 
+def _installed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a move on one device, its rates as shares of that of a large copy."""
+    copies = row["stage_seconds"]["local"]
+    rate, most = 2 * row["installed_bytes_max"] / copies / 1e9, row["copy_gb_per_second"]
+    shares = {"copies_share": rate / most, "move_share": row["install_gb_per_second"] / most}
+    return {**row, "copies_seconds": copies, "copies_gb_per_second": rate, **shares}
+
+
 def title(kind: str, content: Mapping[str, Any]) -> str:
     """Model and settings, and the ceiling that MFU is a share of."""
+    if kind == "install":
+        return f"**{content['rows'][0]['model']}**, one rank to one rank:"
     settings = ", ".join(f"{name} {value}" for name, value in content["settings"].items())
     rate = content.get("product_tflops")
     ceiling = "" if rate is None or kind != "train" else f"; a matrix product alone: {rate:.2f} TFLOP/s"
