@@ -62,6 +62,7 @@ def results(wanted: Wanted) -> dict[str, Any]:
             if name.startswith("steps_")]  # fmt: skip
     return {
         **here,
+        "backend": wanted.backend,
         "devices": wanted.devices,
         "links": links["links"],
         "copy_gb_per_second": links["copy_gb_per_second"],

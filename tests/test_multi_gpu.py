@@ -45,7 +45,7 @@ def test_stored_predictions_are_what_the_planner_says(tmp_path: Path) -> None:
 def test_commands_of_the_page_are_understood() -> None:
     lines = [line.split() for line in DOCUMENT.read_text().splitlines() if line.startswith("    python")]
     mine = [words[3:] for words in lines if words[2] == "recipes.bench_multi_gpu"]
-    assert len(mine) == 4 and [words[2] for words in lines if words[3:] not in mine] == [
+    assert len(mine) == 5 and [words[2] for words in lines if words[3:] not in mine] == [
         "flowrl.resharding.measure.page"
     ]
     for words in mine:
@@ -174,6 +174,21 @@ def test_a_host_without_gpus_is_told_to_rehearse(capsys: pytest.CaptureFixture[s
     assert parse(["out=x"], replace(HOST, gpus=0)).device == "cpu"
     assert bench_multi_gpu.main(["--help"]) == 0 and "parts" in capsys.readouterr().out
     assert bench_multi_gpu.main(["gpus=2"]) == 2 and capsys.readouterr().err == "error: missing: out=...; --help explains every key\n"  # fmt: skip
+
+
+def test_ranks_share_gpus_over_gloo_alone(tmp_path: Path) -> None:
+    """Each has its share of the memory, and nothing is trained: a run has a GPU for each of its ranks."""
+    one = replace(HOST, gpus=1)
+    wanted = parse([f"out={tmp_path}", "device=cuda", "backend=gloo", "dense=llama-1b", "experts=qwen3-moe-1b"], one)
+    assert (wanted.devices, wanted.memory_bytes, wanted.shared) == (2, HOST.gpu_memory_bytes // 2, True)
+    parts = planned_parts(wanted, tmp_path, 1.0)[1]
+    assert {part.name.partition("_")[0] for part in parts} == {"links", "move"}
+    assert all("backend=gloo" in part.command for part in parts)
+    assert not parse([f"out={tmp_path}", "backend=gloo"], HOST).shared
+    with pytest.raises(ValueError, match="backend=nccl with device=cpu is not known"):
+        parse([f"out={tmp_path}", "device=cpu", "backend=nccl"], one)
+    with pytest.raises(ValueError, match="needs a GPU and there is none"):
+        parse([f"out={tmp_path}", "device=cuda", "backend=gloo"], replace(HOST, gpus=0))
 
 
 def content() -> dict[str, Any]:

@@ -113,14 +113,23 @@ def _verdict(measured: Sequence[Measured]) -> int:
 
 def _device(options: BenchmarkOptions) -> str:
     gpus = find_machine().gpus
-    if options.device == "cuda" and gpus < options.world:
-        raise ValueError(f"device=cuda needs a GPU for each of world={options.world} ranks and there are {gpus}")
+    least = 1 if options.backend == "gloo" else options.world
+    if options.device == "cuda" and gpus < least:
+        needed = f"a GPU for each of world={options.world} ranks" if least > 1 else "a GPU"
+        shared = "; with backend=gloo ranks share GPUs" if 0 < gpus < least else ""
+        raise ValueError(f"device=cuda needs {needed} and there are {gpus}{shared}")
+    if options.backend == "nccl" and gpus < least:
+        raise ValueError(f"backend=nccl needs a GPU for each of world={options.world} ranks and there are {gpus}")
     return options.device or ("cuda" if gpus >= options.world else "cpu")
+
+
+def _backend(options: BenchmarkOptions, device: str) -> str:
+    return options.backend or ("nccl" if device == "cuda" else "gloo")
 
 
 def _memory_bytes(options: BenchmarkOptions, device: str) -> int:
     machine = find_machine()
-    return machine.gpu_memory_bytes * options.world if device == "cuda" else machine.memory_bytes
+    return machine.gpu_memory_bytes * min(options.world, machine.gpus) if device == "cuda" else machine.memory_bytes
 
 
 def _check(shape: ModelShape, options: BenchmarkOptions, device: str) -> None:
@@ -141,13 +150,15 @@ def measure(shape: ModelShape, options: BenchmarkOptions, device: str) -> Iterat
             engines = [FLOWRL, *options.against]
             skipped: Skipped = []
             refusal = refit_refusal(shape, options, rollout, _memory_bytes(options, device))
+            if device == "cuda" and _backend(options, device) == "gloo":
+                refusal = "gloo sends no tensors of a GPU from one rank to another"
             if refusal is not None and "megatron_refit" in engines:
                 engines.remove("megatron_refit")
                 skipped.append({"engine": "megatron_refit", "rollout": rollout.text, "reason": refusal})
             job = _job(shape, options, rollout, device, str(folder), coded, tuple(engines))
             # Libraries that have looked at a GPU do not survive a fork.
-            backend, preload = ("nccl", ()) if device == "cuda" else ("gloo", PRELOAD)
-            yield run_ranks(options.world, backend, preload, RUN, job)[0], skipped
+            preload = () if device == "cuda" else PRELOAD
+            yield run_ranks(options.world, _backend(options, device), preload, RUN, job)[0], skipped
 
 
 def _job(

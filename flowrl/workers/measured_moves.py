@@ -15,7 +15,7 @@ from flowrl.resharding.baselines import BucketedGather, GatherAll, PerTensorGath
 from flowrl.resharding.clock import Clock
 from flowrl.resharding.families import hf_tensors, padded_vocab_size
 from flowrl.resharding.layouts import Layouts, common_places, rollout_places, train_places
-from flowrl.resharding.measure.device import copy_gb_per_second
+from flowrl.resharding.measure.device import copy_gb_per_second, own_device
 from flowrl.resharding.measure.job import Job
 from flowrl.resharding.measure.options import FLOWRL
 from flowrl.resharding.measure.rounds import (
@@ -106,7 +106,7 @@ class _Bench:
 
     def __init__(self, job: Job) -> None:
         self.job, self.rank = job, dist.get_rank()
-        self.device = torch.device(job.device, self.rank) if job.device == "cuda" else torch.device("cpu")
+        self.device = own_device(job.device)
         self.dtype = getattr(torch, job.dtype)
         self.tensors = hf_tensors(job.shape)
         self.truth: Truth = IndexCoded(self.tensors) if job.coded else _Folder(job.folder)

@@ -1,4 +1,4 @@
-"""Rates of the links between devices, as a part: `python -m recipes.multi_gpu.links out=FOLDER world=2 device=cuda`."""
+"""Rates of the links between devices, as a part: `python -m recipes.multi_gpu.links out=FOLDER world=2 device=cuda backend=nccl`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowrl.resharding.measure.report import origin
 from flowrl.resharding.words import parse_words, rank_number
 from flowrl.workers.environment import process_environment
 
-KEYS = ("out", "world", "device")
+KEYS = ("out", "world", "device", "backend")
 SIZES = {
     "cuda": tuple(1 << power for power in (20, 24, 26, 28, 30)),
     "cpu": tuple(1 << power for power in (16, 20, 24)),
@@ -24,11 +24,11 @@ SIZES = {
 REPEAT = {"cuda": 10, "cpu": 5}
 
 
-def measure(world: int, device: str) -> dict[str, Any]:
+def measure(world: int, device: str, backend: str) -> dict[str, Any]:
     """The content of results.json. Error: `RankFailed`."""
     os.environ.update(process_environment(device, world))
     job = LinkJob(device, SIZES[device], REPEAT[device])
-    return {**origin(device), **run_ranks(world, "nccl" if device == "cuda" else "gloo", (), RUN, job)[0]}
+    return {**origin(device), **run_ranks(world, backend, (), RUN, job)[0]}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         given = parse_words(arguments, KEYS, KEYS)
         out, world = Path(given["out"]), rank_number(given, "world")
         out.mkdir(parents=True, exist_ok=True)
-        content = measure(world, given["device"])
+        content = measure(world, given["device"], given["backend"])
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n{__doc__}\n")
         return 2

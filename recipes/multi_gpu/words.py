@@ -18,6 +18,7 @@ from recipes.multi_gpu.steps import WORKLOAD
 KEYS = {
     "out": "folder for results.json, plan.json, summary.json and a folder and log of every part",
     "device": "cuda or cpu (cuda where torch sees two GPUs)",
+    "backend": "nccl, or gloo: with it ranks share the GPUs that there are, for correctness alone, and nothing is trained (nccl on cuda)",
     "gpus": "2, 4 or 8 devices (as many as there are; 2 on a cpu)",
     "dense": "model whose weights move: a named shape (llama-7b)",
     "experts": "the same, a mixture of experts (qwen3-30b-a3b)",
@@ -40,10 +41,12 @@ LEAST_SECONDS = {"links": 15, "move": 50, "steps": STOPPING_SECONDS + 40}
 
 @dataclass(frozen=True)
 class Wanted:
-    """`models` and `trained` by family. `memory_bytes` is a device's; `extra` goes to `main_ppo`."""
+    """`models` and `trained` by family. `memory_bytes` is a rank's share of a device; `extra` goes to `main_ppo`.
+    `shared`: ranks share GPUs."""
 
     out: Path
     device: str
+    backend: str
     devices: int
     models: Mapping[str, str]
     trained: Mapping[str, str]
@@ -54,6 +57,7 @@ class Wanted:
     parts: tuple[str, ...]
     workload: Mapping[str, str]
     extra: tuple[str, ...]
+    shared: bool
 
 
 def parse(arguments: Sequence[str], machine: Machine) -> Wanted:
@@ -63,13 +67,10 @@ def parse(arguments: Sequence[str], machine: Machine) -> Wanted:
     device = given.get("device", "cuda" if machine.gpus >= min(MOVES) else "cpu")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device} is not known; known: cpu, cuda")
-    there = machine.gpus if device == "cuda" else min(MOVES)
-    fitting = [number for number in MOVES if number <= there]
-    if not fitting:
-        raise ValueError(f"device=cuda needs {min(MOVES)} GPUs and there are {there}; rehearse with device=cpu")
-    devices = whole_number(given, "gpus", max(fitting))
-    if devices not in MOVES or (device == "cuda" and devices > there):
-        raise ValueError(f"gpus={devices} must be one of {', '.join(map(str, MOVES))}, and there are {there}")
+    backend = given.get("backend", "nccl" if device == "cuda" else "gloo")
+    if backend not in ("nccl", "gloo") or (backend == "nccl" and device == "cpu"):
+        raise ValueError(f"backend={backend} with device={device} is not known; known: nccl (cuda), gloo")
+    devices = _devices(given, device, backend, machine.gpus)
     models = {DENSE: given.get("dense", "llama-7b"), EXPERTS: given.get("experts", "qwen3-30b-a3b")}
     for name in models.values():
         if isinstance(planned_shape(name), LatentShape):
@@ -79,20 +80,43 @@ def parse(arguments: Sequence[str], machine: Machine) -> Wanted:
     return Wanted(
         out=out.absolute(),
         device=device,
+        backend=backend,
         devices=devices,
         models=models,
         trained={
             DENSE: given.get("trained", models[DENSE]),
             EXPERTS: given.get("trained_experts", models[EXPERTS]),
         },
-        memory_bytes=machine.gpu_memory_bytes if device == "cuda" else machine.memory_bytes // devices,
+        memory_bytes=(
+            machine.gpu_memory_bytes * min(machine.gpus, devices) if device == "cuda" else machine.memory_bytes
+        )
+        // devices,
         most_layers=whole_number(given, "layers", 1 << 20),
         repeat=whole_number(given, "repeat", 5),
         limit_seconds=whole_number(given, "limit", 570),
         parts=tuple(given["parts"].split(",")) if "parts" in given else ("",),
         workload={key: given[key] for key in WORKLOAD if key in given},
         extra=extra,
+        shared=device == "cuda" and devices > machine.gpus,
     )
+
+
+def _devices(given: Mapping[str, str], device: str, backend: str, gpus: int) -> int:
+    """How many take part. Errors: `ValueError` where there are not as many and ranks may not share them."""
+    there = gpus if device == "cuda" else min(MOVES)
+    if device == "cuda" and not gpus:
+        raise ValueError("device=cuda needs a GPU and there is none; rehearse with device=cpu")
+    fitting = [number for number in MOVES if number <= there or backend == "gloo"]
+    if not fitting:
+        raise ValueError(
+            f"device=cuda needs {min(MOVES)} GPUs and there are {there}; rehearse with device=cpu, or with backend=gloo, "
+            f"over which ranks share a GPU"
+        )
+    usual = max([number for number in fitting if number <= there], default=min(MOVES))
+    devices = whole_number(given, "gpus", usual)
+    if devices not in MOVES or (device == "cuda" and devices not in fitting):
+        raise ValueError(f"gpus={devices} must be one of {', '.join(map(str, MOVES))}, and there are {there}")
+    return devices
 
 
 def planned_parts(wanted: Wanted, scratch: Path, link_gb_s: float) -> tuple[dict[str, object], list[Part]]:
@@ -103,7 +127,8 @@ def planned_parts(wanted: Wanted, scratch: Path, link_gb_s: float) -> tuple[dict
     plan = predicted((wanted.devices,), wanted.models, wanted.memory_bytes, link_gb_s, wanted.most_layers)
     moves = [_move_part(wanted, row["name"], row["layers"]) for row in plan["rows"] if row["against"] == "all"]
     alone = [_move_part(wanted, row["name"], row["layers"]) for row in plan["rows"] if row["against"] != "all"]
-    runs = [_steps_part(wanted, run, scratch) for run in steps(wanted.devices)]
+    # A run of its own needs a GPU for each rank.
+    runs = [] if wanted.shared else [_steps_part(wanted, run, scratch) for run in steps(wanted.devices)]
     every = [_links_part(wanted), *moves, *runs, *alone]
     chosen = [part for part in every if part.name.startswith(wanted.parts)]
     if not chosen:
@@ -117,13 +142,20 @@ def _part(module: str, words: Sequence[str], name: str, wanted: Wanted, seconds:
 
 
 def _links_part(wanted: Wanted) -> Part:
-    return _part("recipes.multi_gpu.links", [f"world={wanted.devices}"], "links", wanted, LINK_SECONDS)
+    words = [f"world={wanted.devices}", f"backend={wanted.backend}"]
+    return _part("recipes.multi_gpu.links", words, "links", wanted, LINK_SECONDS)
 
 
 def _move_part(wanted: Wanted, name: str, layers: int) -> Part:
     move = next(move for move in MOVES[wanted.devices] if move.name == name)
     words = move_words(wanted.models[move.family], move, wanted.devices, layers)
-    return _part("flowrl.resharding.benchmark", [*words, f"repeat={wanted.repeat}"], name, wanted, MOVE_SECONDS)
+    return _part(
+        "flowrl.resharding.benchmark",
+        [*words, f"repeat={wanted.repeat}", f"backend={wanted.backend}"],
+        name,
+        wanted,
+        MOVE_SECONDS,
+    )
 
 
 def _steps_part(wanted: Wanted, run: Steps, scratch: Path) -> Part:

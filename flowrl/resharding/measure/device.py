@@ -7,11 +7,21 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 COPY_BYTES = 1 << 30
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 """Rows and columns of the matrices whose product is timed."""
 WARM_UPS, REPEATS = 3, 10
+
+
+def own_device(kind: str) -> torch.device:
+    """The device of this rank, made its current one; where ranks outnumber GPUs they share them in turn."""
+    if kind != "cuda":
+        return torch.device("cpu")
+    found = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(found)
+    return found
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowrl.resharding.measure.device import copy_gb_per_second, median_seconds
+from flowrl.resharding.measure.device import copy_gb_per_second, median_seconds, own_device
 from flowrl.resharding.measure.rounds import gather
 
 RUN = "flowrl.resharding.measure.links:run_links"
@@ -69,9 +69,12 @@ def run_links(job: LinkJob) -> dict[str, Any]:
     A time is the median of a rank's times, the largest of any rank; a rate is received bytes over it, 1e9 a second.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
+    device = own_device(job.device)
+    # gloo sends no tensors of a GPU from one rank to another.
+    kinds = [kind for kind in KINDS if kind != "send_receive" or device.type == "cpu" or dist.get_backend() == "nccl"]
     rows = []
-    for kind, make in KINDS.items():
+    for kind in kinds:
+        make = KINDS[kind]
         for size in job.sizes:
             part = part_bytes(size, world)
             dist.barrier()

@@ -26,6 +26,7 @@ KEYS = {
     "against": f"baselines to run beside flowrl: all, or some of {','.join(BASELINES)} (none)",
     "repeat": "timed moves of every engine (10)",
     "dtype": "of weights on both sides: bfloat16 (default) or float32",
+    "backend": "nccl, or gloo, over which ranks may share GPUs: for correctness, not for speed (nccl on cuda, gloo on cpu)",
     "device": "cpu or cuda (cuda where torch sees enough GPUs, else cpu)",
     "out": "folder for results.json, results.md and results.png (nothing is written without it)",
 }
@@ -40,7 +41,8 @@ PROCESS_BYTES = 300 << 20
 
 @dataclass(frozen=True)
 class BenchmarkOptions:
-    """`device` is empty, `layers` and `out` None where not given; `against` lists baselines in their fixed order."""
+    """`device` and `backend` are empty, `layers` and `out` None where not given; `against` lists baselines in their fixed
+    order."""
 
     world: int
     model: str
@@ -51,6 +53,7 @@ class BenchmarkOptions:
     repeat: int
     dtype: str
     device: str
+    backend: str
     out: Path | None
 
     @property
@@ -67,6 +70,9 @@ def parse_options(arguments: Sequence[str]) -> BenchmarkOptions:
         raise ValueError(f"dtype={dtype} is not known; known: {', '.join(DTYPE_BYTES)}")
     if device not in ("", "cpu", "cuda"):
         raise ValueError(f"device={device} is not known; known: cpu, cuda")
+    backend = given.get("backend", "")
+    if backend not in ("", "nccl", "gloo") or (backend == "nccl" and device == "cpu"):
+        raise ValueError(f"backend={backend} with device={device or 'auto'} is not known; known: nccl (cuda), gloo")
     world = rank_number(given, "world")
     train = parse_layout("train", given["train"])
     rollouts = tuple(parse_layout("rollout", text.strip()) for text in given["rollout"].split(","))
@@ -84,6 +90,7 @@ def parse_options(arguments: Sequence[str]) -> BenchmarkOptions:
         repeat=whole_number(given, "repeat", 10, most=100_000),
         dtype=dtype,
         device=device,
+        backend=backend,
         out=output_path(given),
     )
 
