@@ -2,8 +2,9 @@
 
 Every rank makes the same plan (see `plan`) without talking, and replays its own part at every move: what it holds and
 needs itself it copies; what it lacks arrives stage by stage in buckets of bounded size, each one exchange of exact
-parts among the ranks of its group. While a bucket travels the one before is installed: on a GPU collectives have a stream
-of their own, and all copies, which are an order of magnitude faster than links, share the current one.
+parts among the ranks of its group. While a bucket travels the one before is installed, and while the first travels a rank copies
+what it has itself: on a GPU collectives have a stream of their own, and all copies, which are an order of magnitude faster than
+links, share the current one.
 """
 
 from __future__ import annotations
@@ -197,9 +198,9 @@ class Transfer:
         began = time.perf_counter()
         clock, traffic = Clock(self._device), _Traffic()
         self._bind(held)
-        self._own.run()
-        clock.lap("local")
         before: _Travelling | None = None
+        if not self._buckets:
+            self._copy_own(clock)
         for bucket in self._buckets:
             if before is not None and before.bucket.step.stage != bucket.step.stage:
                 # What the next stage hands on may have come with this bucket.
@@ -207,6 +208,9 @@ class Transfer:
                 before = None
             travelling = self._send(bucket, traffic)
             clock.lap(bucket.step.stage)
+            if bucket is self._buckets[0]:
+                # No bucket of the first stage reads what the engine has: these copies are made while it travels.
+                self._copy_own(clock)
             if before is not None:
                 self._finish(before, traffic, clock)
             before = travelling
@@ -226,6 +230,11 @@ class Transfer:
             time.perf_counter() - began,
             stage_seconds,
         )
+
+    def _copy_own(self, clock: Clock) -> None:
+        """What this rank's engine takes from its own trainer."""
+        self._own.run()
+        clock.lap("local")
 
     def _send(self, bucket: _Bucket, traffic: _Traffic) -> _Travelling:
         """Pack a bucket and set it on its way."""
