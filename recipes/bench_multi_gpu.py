@@ -21,7 +21,7 @@ from rich.table import Table
 from flowrl.config.machine import find_machine
 from flowrl.resharding.measure import multi_gpu_tables as tables
 from flowrl.resharding.measure.report import origin
-from flowrl.resharding.words import parse_words
+from flowrl.resharding.words import make_folder, parse_words
 from recipes.gpu_check import Outcome, Part, end_parts_on_signals, finish, run
 from recipes.multi_gpu.cases import DENSE, EXPERTS, MOVES
 from recipes.multi_gpu.predict import LINK_GB_S, MEMORY_BYTES, predicted
@@ -94,7 +94,7 @@ def predict(arguments: Sequence[str]) -> None:
 def measure(wanted: Wanted) -> int:
     """The exit code: 0 where all parts ended well, else 1. Errors: `ValueError`, `OSError` before anything runs."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    wanted.out.mkdir(parents=True, exist_ok=True)
+    make_folder(wanted.out)
     end_parts_on_signals()
     with tempfile.TemporaryDirectory() as scratch:
         plan, parts = planned_parts(wanted, Path(scratch), LINK_GB_S)

@@ -23,6 +23,8 @@ from types import FrameType
 from rich.console import Console
 from rich.table import Table
 
+from flowrl.resharding.words import make_folder, whole_number
+
 ROOT = Path(__file__).parent.parent
 TESTS = {"attention": 180, "log_probs": 300, "updates": 240, "moves": 300, "state": 300, "runs": 580, "memory": 240,
          "prediction": 240}  # fmt: skip
@@ -103,6 +105,17 @@ def speeds(out: Path) -> list[Part]:
     ]
 
 
+def wanted_parts(names: str | None, every: Sequence[Part]) -> list[Part]:
+    """Those of the names, in their order; None: all. Error: `ValueError` for a name that no part has."""
+    if names is None:
+        return list(every)
+    unknown = set(names.split(",")) - {part.name for part in every}
+    if unknown:
+        known = ", ".join(part.name for part in every)
+        raise ValueError(f"parts={names}: there is no part {sorted(unknown)[0]!r}; there are {known}")
+    return [part for part in every if part.name in names.split(",")]
+
+
 class _Running:
     """Process groups of parts that run now, each in a session of its own, so no signal of ours reaches them by itself."""
 
@@ -160,10 +173,15 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"{__doc__}\n")
         return 2
     out = Path(given["out"]).expanduser().absolute()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        together = whole_number(given, "together", 4)
+        make_folder(out)
+        chosen = wanted_parts(given.get("parts"), parts(out))
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     end_parts_on_signals()
-    chosen = [part for part in parts(out) if not given.get("parts") or part.name in given["parts"].split(",")]
-    with ThreadPoolExecutor(int(given.get("together", "4"))) as pool:
+    with ThreadPoolExecutor(together) as pool:
         outcomes = list(pool.map(lambda part: run(part, out), [part for part in chosen if not part.alone]))
     outcomes += [run(part, out) for part in chosen if part.alone]
     return finish("GPU check", outcomes, out)

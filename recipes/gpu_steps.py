@@ -31,7 +31,7 @@ from flowrl.resharding.measure.gpu_tables import cells, headings
 from flowrl.resharding.measure.processes import RankFailed, run_ranks
 from flowrl.resharding.measure.report import origin
 from flowrl.resharding.shapes import SHAPES, planned_shape
-from flowrl.resharding.words import output_path, parse_words, whole_number
+from flowrl.resharding.words import make_folder, output_path, parse_words, whole_number
 
 ROOT = Path(__file__).parent.parent
 KEYS = ("out", "model", "runs", "prompts", "samples", "prompt", "tokens", "steps", "seed", "limit")
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"runs={given['runs']}: {unknown[0]!r} is not one of {', '.join(RUNS)}")
         out = output_path(given)
         assert out is not None
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         content = measure(given, shape, names, extra, out.absolute())
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n{__doc__}\n")

@@ -27,7 +27,7 @@ from flowrl.builtin.smollm2 import write_smollm2
 from flowrl.config.machine import find_machine
 from flowrl.resharding.measure.gpu_tables import cells, headings
 from flowrl.resharding.measure.report import origin
-from flowrl.resharding.words import output_path, parse_words, whole_number
+from flowrl.resharding.words import make_folder, output_path, parse_words, whole_number
 
 ROOT = Path(__file__).parent.parent
 KEYS = ("out", "model", "steps", "minutes", "seed")
@@ -123,10 +123,11 @@ def main(arguments: Sequence[str]) -> int:
         out = output_path(given)
         assert out is not None
         out = out.absolute()
-        out.mkdir(parents=True, exist_ok=True)
-        model = write_smollm2(Path(given.get("model", str(out / "SmolLM2-135M-Instruct"))).expanduser().absolute())
-        words = command(given, model, out, extra)
         limit = 60 * whole_number(given, "minutes", 8)
+        make_folder(out)
+        model = Path(given.get("model", str(out / "SmolLM2-135M-Instruct"))).expanduser().absolute()
+        words = command(given, model, out, extra)
+        write_smollm2(model)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n{__doc__}\n")
         return 2

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from flowrl.resharding.shapes import SHAPES
 from flowrl.workers.benchmark import main as benchmark
 from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.random_model import write_random_model
-from recipes import gpu_steps, smollm2
+from recipes import bench_multi_gpu, gpu_check, gpu_steps, smollm2
 
 ROOT = Path(__file__).parent.parent
 ORIGIN = {
@@ -177,3 +178,29 @@ sys.exit(gpu_check.main(["out={tmp_path}"]))
     assert check.wait(60) == 143
     assert len(parts) == 1 and not parts[0].is_running()
     assert not (tmp_path / "last.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parts=test_memroy"], "there is no part 'test_memroy'; there are test_attention"),
+        (["parts="], "there is no part ''"),
+        (["together=0"], "together=0 must be a whole number"),
+    ],
+)
+def test_a_check_of_nothing_is_no_pass(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_check.main([f"out={tmp_path}", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("main", [gpu_check.main, gpu_steps.main, benchmark, bench_multi_gpu.main])
+def test_a_file_in_place_of_the_folder_is_named(
+    main: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    words = {gpu_steps.main: ["model=llama-tiny"], benchmark: ["train", "model=llama-tiny"]}.get(main, [])
+    assert main([*words, f"out={file}"]) == 2
+    assert f"out={file} cannot be written: File exists; give a folder that can" in capsys.readouterr().err

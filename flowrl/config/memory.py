@@ -186,9 +186,9 @@ def _generating(config: Config, shape: ModelShape) -> dict[str, int]:
 
 def _pass(section: EngineConfig, shape: ModelShape, config: Config, role: str, *, backward: bool) -> dict[str, int]:
     """What a pass of a micro-batch makes for the moment."""
-    parts = {"activations of a micro-batch": _activations(section, shape, config, backward=backward)}
+    parts = {"activations of a micro-batch": _activations(section, shape, config, role, backward=backward)}
     if role != "critic":
-        parts["logits of a chunk"] = _logits(section, shape, config, backward=backward)
+        parts["logits of a chunk"] = _logits(section, shape, config, role, backward=backward)
         if backward:
             # Gradients of chunks are added up in float32.
             parts["gradient of the head"] = -(-shape.vocab_size // section.layout.tp) * shape.hidden_size * 4
@@ -204,13 +204,21 @@ def _update(section: TrainedConfig, shape: ModelShape, config: Config, role: str
     return passes if sum(passes.values()) >= stepped else {"roots of moments": stepped}
 
 
-def microbatch_tokens(section: EngineConfig, config: Config) -> int:
-    """Tokens of the largest micro-batch: the budget, or one full row where that is longer."""
-    return max(section.tokens_per_microbatch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+def microbatch_tokens(section: EngineConfig, config: Config, role: str, *, backward: bool) -> int:
+    """Tokens of the largest micro-batch: the budget, or one full row where that is longer, but no more than the rows that a
+    replica has at once: of a mini-batch in an update, else of a step."""
+    row = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    layout = section.layout
+    replicas = max(1, pool_of(config, role).devices // (layout.tp * layout.pp * layout.cp))
+    prompts = config.data.prompts_per_step
+    if backward and isinstance(section, ActorConfig | CriticConfig):
+        prompts = section.minibatch_prompts
+    rows = -(-prompts * config.rollout.samples_per_prompt // replicas)
+    return max(row, min(section.tokens_per_microbatch, rows * row))
 
 
-def _activations(section: EngineConfig, shape: ModelShape, config: Config, *, backward: bool) -> int:
-    tokens, layout = microbatch_tokens(section, config), section.layout
+def _activations(section: EngineConfig, shape: ModelShape, config: Config, role: str, *, backward: bool) -> int:
+    tokens, layout = microbatch_tokens(section, config, role, backward=backward), section.layout
     # Per token and layer: residuals and norms, queries to attention output, the two widths of the feed-forward part.
     whole = (
         6 * shape.hidden_size
@@ -230,9 +238,9 @@ def _activations(section: EngineConfig, shape: ModelShape, config: Config, *, ba
     return tokens * elements * BYTES[section.dtype]
 
 
-def _logits(section: EngineConfig, shape: ModelShape, config: Config, *, backward: bool) -> int:
+def _logits(section: EngineConfig, shape: ModelShape, config: Config, role: str, *, backward: bool) -> int:
     device = config.cluster.device
-    whole = microbatch_tokens(section, config) * -(-shape.vocab_size // section.layout.tp)
+    whole = microbatch_tokens(section, config, role, backward=backward) * -(-shape.vocab_size // section.layout.tp)
     element = BYTES[section.dtype] if device == "cuda" else 4
     copies = 1 + LOGIT_COPIES[device] * (backward or device == "cpu")
     return copies * element * min(whole, LOGIT_CHUNK_ELEMENTS[device])

@@ -30,6 +30,7 @@ from flowrl.resharding.measure.processes import RankFailed, run_ranks
 from flowrl.resharding.measure.report import Measured
 from flowrl.resharding.plan.options import Layout
 from flowrl.resharding.shapes import SHAPES, planned_shape
+from flowrl.resharding.words import make_folder
 from flowrl.workers.environment import process_environment
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         device = _device(options)
         _check(shape, options, device)
         if options.out is not None:
-            _make_folder(options.out)
+            make_folder(options.out)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
@@ -87,16 +88,6 @@ def _report(options: BenchmarkOptions, device: str, measured: Sequence[Measured]
     for row, _ in measured:
         if row["engine"] == FLOWRL:
             console.print(report.sentence(row), highlight=False)
-
-
-def _make_folder(folder: Path) -> None:
-    """Error: `ValueError` where the results could not be written: known before anything is measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"out={folder} cannot be written: {error.strerror}") from None
 
 
 def _verdict(measured: Sequence[Measured]) -> int:

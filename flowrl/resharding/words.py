@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def output_path(given: Mapping[str, str]) -> Path | None:
     if str(path).startswith("~"):
         raise ValueError(f"out={path} cannot be written: there is no user {path.parts[0][1:]!r} here")
     return path
+
+
+def make_folder(out: Path) -> None:
+    """Error: `ValueError` where results could not be written there: known before anything is measured."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"out={out} cannot be written: {error.strerror}; give a folder that can") from None
 
 
 def whole_number(given: Mapping[str, str], key: str, default: int | None = None, *, most: int = 1 << 62) -> int:

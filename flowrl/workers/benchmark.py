@@ -19,7 +19,7 @@ from flowrl.resharding.measure.gpu_tables import SECOND, cells, headings
 from flowrl.resharding.measure.processes import RankFailed, run_ranks
 from flowrl.resharding.measure.report import origin
 from flowrl.resharding.shapes import SHAPES, LatentShape, planned_shape
-from flowrl.resharding.words import output_path, parse_words, whole_number
+from flowrl.resharding.words import make_folder, output_path, parse_words, whole_number
 from flowrl.workers.environment import process_environment
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         command, given, shape, device = _parse(arguments)
         out = output_path(given)
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+            make_folder(out)
         with tempfile.TemporaryDirectory() as scratch:
             content = measure(command, given, shape, device, Path(scratch))
     except (ValueError, OSError) as error:

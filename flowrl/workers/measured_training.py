@@ -246,7 +246,8 @@ def _parts(job: TrainingJob, device: torch.device) -> Iterator[dict[str, Any]]:
 
     flops = 3 * 2 * shape.num_layers * shape.heads * shape.head_dim * job.rows * job.tokens**2
     yield _part("attention, as trained", own, inputs, shape.num_layers, flops, device)
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+    gpu_only = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    for backend in gpu_only if device.type == "cuda" else ():
         name = f"attention, padded, {backend.name.lower()}"
         try:
             with sdpa_kernel(backend):

@@ -141,10 +141,23 @@ def test_roles_of_a_gpu_take_turns() -> None:
     assert [held & e.parts.keys() for e in apart.memory if e.phase == "reshard"] == [held - {"rollout"}, {"rollout"}]
 
 
+def test_a_budget_beyond_all_rows_takes_no_more_memory_than_they_do() -> None:
+    """A mini-batch is 256 rows of 24 tokens; on eight ranks each has an eighth of them."""
+    name = "activations of a micro-batch"
+    most, beyond = (
+        phase(plan("actor.layout.tp=1", "cluster.devices=1", f"actor.tokens_per_microbatch={budget}"), "update_actor")
+        for budget in (256 * 24, 10**12)
+    )
+    assert most == beyond
+    eighth = phase(plan("actor.layout.tp=1", "cluster.devices=8", "actor.tokens_per_microbatch=6144"), "update_actor")
+    assert eighth[name] * 8 == most[name]
+
+
 @pytest.mark.parametrize("tokens", [8192, 16384])
 def test_a_predicted_update_is_what_a_gpu_was_seen_to_take(tokens: int) -> None:
     """Actor of Qwen2.5-1.5B on an H200, rows of 2048 tokens."""
-    argv = ("algorithm=grpo", "kl=none", "cluster.devices=1", f"actor.tokens_per_microbatch={tokens}")
+    argv = ("algorithm=grpo", "kl=none", "cluster.devices=1", f"actor.tokens_per_microbatch={tokens}",
+            "data.prompts_per_step=512", "actor.minibatch_prompts=512")  # fmt: skip
     composed = compose_all(argv, machine=H200)
     shapes = replace(composed.shapes, policy=planned_shape("qwen2.5-1.5b"))
     found = next(e for e in memory(composed.config, shapes) if e.phase == "update_actor")
