@@ -125,7 +125,8 @@ def overrides(given: Mapping[str, str], folder: Path) -> list[str]:
 def run(
     name: str, common: Sequence[str], extra: Sequence[str], out: Path, limit_seconds: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """One run of `main_ppo`: its summary and its peaks. Error: `RuntimeError` with the end of its output where it failed or took too long."""
+    """One run of `main_ppo`: its summary and its peaks. Error: `RuntimeError` with the end of its output where it failed or
+    took too long."""
     own = [*RUNS[name], f"run.dir={out / name}"]
     if not any(word.startswith(f"{MICROBATCH}=") for word in extra):
         own.append(f"{MICROBATCH}={TOKENS_PER_MICROBATCH}")
