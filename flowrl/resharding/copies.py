@@ -114,6 +114,19 @@ class Copies:
             torch._foreach_copy_(self._targets, self._sources)
 
 
+def shares(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], number: int
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Copies (target, source), in their order, as `number` lists with about as many bytes each; some may be empty."""
+    total = sum(target.nbytes for target, _ in pairs) or 1
+    found: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(number)]
+    before = 0
+    for target, source in pairs:
+        found[min(before * number // total, number - 1)].append((target, source))
+        before += target.nbytes
+    return found
+
+
 def _one_launch(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[CopyLaunch | None, list[tuple[torch.Tensor, torch.Tensor]]]:

@@ -2,23 +2,24 @@
 
 Every rank makes the same plan (see `plan`) without talking, and replays its own part at every move: what it holds and
 needs itself it copies; what it lacks arrives stage by stage in buckets of bounded size, each one exchange of exact
-parts among the ranks of its group. While a bucket travels the one before is installed, and while the first travels a rank copies
-what it has itself: on a GPU collectives have a stream of their own, and all copies, which are an order of magnitude faster than
-links, share the current one.
+parts among the ranks of its group. While a bucket travels the one before is installed, and a share of what the rank has itself is
+copied with every bucket of the first stage: on a GPU collectives have a stream of their own, and all copies, which are an order
+of magnitude faster than links, share the current one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding.clock import Clock
-from flowrl.resharding.copies import Copies, Pair, copy_all, in_place, pair_up
+from flowrl.resharding.copies import Copies, Pair, copy_all, in_place, pair_up, shares
 from flowrl.resharding.dtypes import side_dtype, wire_dtype
 from flowrl.resharding.exchange import start
 from flowrl.resharding.families import Box, hf_tensors
@@ -30,8 +31,9 @@ from flowrl.resharding.recorder import Recording, place_of
 from flowrl.resharding.steps import Step
 from flowrl.resharding.world import World, default_world
 
-BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""Most bytes of a bucket, what a rank packs and receives in it together, by device type."""
+BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 640 << 20}
+"""Most bytes of a bucket, what a rank packs and receives in it together, by device type. On a GPU more than 256 MiB then travel
+in each direction, from where on NCCL gives a pair all its channels (docs/decisions/0007-forms-of-exchange.md)."""
 
 
 class Held(Protocol):
@@ -145,7 +147,7 @@ class Transfer:
         self.plan, self._steps, self._counts = prepared.plan, prepared.steps, prepared.counts
         self._groups = self.world.groups(group.ranks for stage in self.plan.stages for group in stage.groups)
         self._held: Sequence[Held] | None = None
-        self._own = Copies([], [])
+        self._own: list[Copies] = []
         self._trained = self._sums((), self._counts.cells)
         kept = zip(recording.regions, self._places, strict=True)
         self._kept = self._sums(
@@ -165,12 +167,13 @@ class Transfer:
         if held is self._held:
             return
         views = self._views(held)
-        copies = self._steps.copies
-        self._own = Copies(
-            [self._places[copy.region][copy.target] for copy in copies],
-            [views[copy.held][copy.source] for copy in copies],
-        )
         self._buckets = [self._bound(step, views) for step in self._steps.steps]
+        first = sum(bucket.step.stage == self._buckets[0].step.stage for bucket in self._buckets)
+        # No bucket of the first stage reads what the engine has; those of later ones may hand it on.
+        copies = [
+            (self._places[copy.region][copy.target], views[copy.held][copy.source]) for copy in self._steps.copies
+        ]
+        self._own = [Copies(*zip(*share, strict=True)) for share in shares(copies, max(first, 1)) if share]
         mine = ((count, self._keys[count.held][0], views[count.held]) for count in self._counts.mine)
         self._trained = self._sums(
             ((count.cell, view[count.there], count.box, tensor) for count, tensor, view in mine), self._counts.cells
@@ -199,8 +202,9 @@ class Transfer:
         clock, traffic = Clock(self._device), _Traffic()
         self._bind(held)
         before: _Travelling | None = None
+        own = iter(self._own)
         if not self._buckets:
-            self._copy_own(clock)
+            self._copy_own(own, clock)
         for bucket in self._buckets:
             if before is not None and before.bucket.step.stage != bucket.step.stage:
                 # What the next stage hands on may have come with this bucket.
@@ -208,9 +212,7 @@ class Transfer:
                 before = None
             travelling = self._send(bucket, traffic)
             clock.lap(bucket.step.stage)
-            if bucket is self._buckets[0]:
-                # No bucket of the first stage reads what the engine has: these copies are made while it travels.
-                self._copy_own(clock)
+            self._copy_own(own, clock)
             if before is not None:
                 self._finish(before, traffic, clock)
             before = travelling
@@ -231,10 +233,11 @@ class Transfer:
             stage_seconds,
         )
 
-    def _copy_own(self, clock: Clock) -> None:
-        """What this rank's engine takes from its own trainer."""
-        self._own.run()
-        clock.lap("local")
+    def _copy_own(self, own: Iterator[Copies], clock: Clock) -> None:
+        """The next share of what this rank's engine takes from its own trainer."""
+        for copies in islice(own, 1):
+            copies.run()
+            clock.lap("local")
 
     def _send(self, bucket: _Bucket, traffic: _Traffic) -> _Travelling:
         """Pack a bucket and set it on its way."""

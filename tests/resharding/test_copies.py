@@ -16,7 +16,7 @@ from test_steps import keys_of
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding import families, prepare
 from flowrl.resharding.buffer import hold_together
-from flowrl.resharding.copies import Pair, copy_all, in_place, pair_up
+from flowrl.resharding.copies import Pair, copy_all, in_place, pair_up, shares
 from flowrl.resharding.layouts import Layouts
 from flowrl.resharding.ranks import ParallelSizes, numbering
 from flowrl.resharding.steps import Regions, Slot, Step, make_steps
@@ -146,3 +146,21 @@ def test_a_second_transfer_of_the_same_layouts_plans_nothing() -> None:
     assert prepared(1 << 20) is first and prepared(1 << 21) is not first
     after = prepare._prepare.cache_info()
     assert (after.misses - before.misses, after.hits - before.hits) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number", "expected"),
+    [
+        ((4, 4, 4, 4), 2, [2, 2]),
+        ((8, 1, 1, 1, 1, 4), 2, [1, 5]),
+        ((1, 1), 4, [1, 0, 1, 0]),
+        ((), 3, [0, 0, 0]),
+        ((0, 5, 0), 2, [2, 1]),
+        ((0,), 1, [1]),
+    ],
+)
+def test_copies_are_shared_out_by_bytes_in_their_order(sizes: tuple[int, ...], number: int, expected: list[int]) -> None:
+    pairs = [(torch.empty(size), torch.empty(size)) for size in sizes]
+    found = shares(pairs, number)
+    assert [len(share) for share in found] == expected
+    assert [id(target) for share in found for target, _ in share] == [id(target) for target, _ in pairs]
