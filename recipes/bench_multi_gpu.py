@@ -57,9 +57,12 @@ def results(wanted: Wanted) -> dict[str, Any]:
     for name, part in found.items():
         if name.startswith("move_"):
             move = {"name": name, "rows": part["rows"], "skipped": part["skipped"]}
-            moves.append({**move, **tables.shares_of_link(move, rate)})
-    runs = [{"name": name, **{key: part[key] for key in ("model", "settings", "rows")}} for name, part in found.items()
-            if name.startswith("steps_")]  # fmt: skip
+            moves.append({**move, "of_link": tables.share_of_link(move, rate)})
+    kept = ("model", "settings", "rows", "memory")
+    runs = [
+        {"name": name, **{key: part[key] for key in kept}}
+        for name, part in found.items() if name.startswith("steps_")
+    ]  # fmt: skip
     return {
         **here,
         "backend": wanted.backend,

@@ -21,8 +21,13 @@ LOGIT_COPIES = {"cpu": 3, "cuda": 1}
 """Of a chunk beside the logits: a GPU's one kernel writes their gradients, a CPU the steps between as well."""
 BATCHED_TOKENS = 8192
 """Tokens that an engine computes at once, at most, unless one sequence is longer."""
-SAMPLED_COPIES = 4
-"""Numbers in float32 for each request and id of the vocabulary while an engine samples."""
+SAMPLED_COPIES = 3
+"""Numbers in float32 for each request and id of the vocabulary while an engine samples: logits, probabilities, noise."""
+BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 640 << 20}
+"""Most bytes of a bucket of a move of weights, what a rank packs and receives in it together, by device type. On a GPU more than
+256 MiB then travel in each direction, from where on NCCL gives a pair all its channels (docs/decisions/0007-forms-of-exchange.md)."""
+BUCKETS_ALIVE = 2
+"""While one travels the one before is installed."""
 WORKSPACE_BYTES = 128 * 2**20
 """What libraries of a GPU take for themselves, in each process."""
 PROCESS_BYTES = 550 * 2**20
@@ -99,7 +104,14 @@ def _phases(pool: str, roles: Mapping[str, _Role], config: Config, shapes: Shape
         if engine is not None:
             # Its cache wakes after the weights have come.
             moved["rollout"] = engine.held["rollout"]
-        yield Memory(pool, "reshard", moved | _workspace(config))
+        yield Memory(pool, "reshard", moved | _workspace(config) | _buckets(config, shapes.policy))
+
+
+def _buckets(config: Config, shape: ModelShape) -> dict[str, int]:
+    """What travels at once in a move of weights, where ranks are several; no more than what an engine keeps."""
+    if config.cluster.devices == 1 and config.placement != "standalone_rollout":
+        return {}
+    return {"buckets": min(BUCKETS_ALIVE * BUCKET_BYTES[config.cluster.device], _engine_weights(config, shape))}
 
 
 def _held(roles: Iterable[_Role]) -> dict[str, int]:
@@ -174,14 +186,17 @@ def _engine_weights(config: Config, shape: ModelShape) -> int:
 
 
 def _generating(config: Config, shape: ModelShape) -> dict[str, int]:
-    """What an engine makes for the moment: activations of a layer, and what it samples from."""
+    """What an engine makes for the moment: the activations of a layer, or what it samples from, whichever is more."""
     section, requests = config.rollout, config.rollout.max_batch_requests
     row = config.data.max_prompt_tokens + section.max_response_tokens
     tokens = engine_batch_tokens(row, requests)
-    width = 3 * shape.hidden_size + 3 * shape.active_ffn_size // section.layout.tp
-    sampled = requests * shape.vocab_size * (4 * SAMPLED_COPIES + BYTES[section.dtype])
-    made = {"activations of the engine": tokens * width * BYTES[section.dtype], "sampling": sampled}
-    return _workspace(config) | made
+    width = shape.hidden_size + 3 * shape.active_ffn_size // section.layout.tp
+    made = {
+        "activations of the engine": tokens * width * BYTES[section.dtype],
+        "sampling": requests * shape.vocab_size * (4 * SAMPLED_COPIES + BYTES[section.dtype]),
+    }
+    largest = max(made, key=made.__getitem__)
+    return _workspace(config) | {largest: made[largest]}
 
 
 def _pass(section: EngineConfig, shape: ModelShape, config: Config, role: str, *, backward: bool) -> dict[str, int]:

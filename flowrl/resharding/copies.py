@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from flowrl.resharding.copy_boxes import ALIGNMENT, Place, Rows, place_of, rows_of
 from flowrl.resharding.steps import Slot
 
 if TYPE_CHECKING:
@@ -99,19 +100,40 @@ class Copies:
     On a GPU those between aligned memory of one type are one launch.
     """
 
-    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """`pairs`: (target, source), all targets on one device."""
         self._launch: CopyLaunch | None = None
-        rest = list(zip(targets, sources, strict=True))
-        if rest and targets[0].device.type == "cuda":
-            self._launch, rest = _one_launch(rest)
-        self._targets, self._sources = [target for target, _ in rest], [source for _, source in rest]
+        self._rest = list(pairs)
+        if pairs and pairs[0][0].device.type == "cuda":
+            self._launch, self._rest = _launch_of_copies(pairs)
 
     def run(self) -> None:
         """Make them, on a GPU on the current stream."""
         if self._launch is not None:
             self._launch.run()
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
+        copy_all([target for target, _ in self._rest], [source for _, source in self._rest])
+
+
+class BufferCopies:
+    """Copies between places and a flat buffer, another one each time; as `Copies` else. Into the buffer where it `fills`
+    it, else out of it."""
+
+    def __init__(self, pairs: Sequence[Pair], dtype: torch.dtype, *, fills: bool) -> None:
+        """`dtype` is the buffer's."""
+        self._pairs, self._fills = tuple(pairs), fills
+        self._launch: CopyLaunch | None = None
+        self._rest = self._pairs
+        if pairs and pairs[0].view.device.type == "cuda":
+            self._launch, self._rest = _launch_of_pairs(pairs, dtype, fills)
+
+    def run(self, buffer: torch.Tensor) -> None:
+        """Make them, on a GPU on the current stream. `buffer` is flat, of the given dtype."""
+        rest = self._pairs
+        if self._launch is not None and buffer.data_ptr() % ALIGNMENT == 0:
+            self._launch.run(buffer.data_ptr())
+            rest = self._rest
+        sides = [pair.of(buffer) for pair in rest], [pair.view for pair in rest]
+        copy_all(*(sides if self._fills else reversed(sides)))
 
 
 def shares(
@@ -127,17 +149,46 @@ def shares(
     return found
 
 
-def _one_launch(
+def _launch_of_copies(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[CopyLaunch | None, list[tuple[torch.Tensor, torch.Tensor]]]:
     """What makes all copies (target, source) that the kernel can make, and the others."""
     # Only GPU hosts need have its compiler.
-    from flowrl.resharding.copies_gpu import CopyLaunch, boxes_of
+    from flowrl.resharding.copies_gpu import CopyLaunch
 
-    boxes = [boxes_of(*pair) for pair in pairs]
-    rest = [pair for pair, there in zip(pairs, boxes, strict=True) if not there]
-    done = [(*pair, there) for pair, there in zip(pairs, boxes, strict=True) if there]
-    return CopyLaunch(*map(list, zip(*done, strict=True))) if done else None, rest
+    def rows(target: torch.Tensor, source: torch.Tensor) -> list[Rows]:
+        if (target.dtype, target.device) != (source.dtype, source.device):
+            return []
+        return rows_of(target.shape, target.element_size(), place_of(target), place_of(source))
+
+    found = [(pair, rows(*pair)) for pair in pairs]
+    done = [pair for pair, there in found if there]
+    rest = [pair for pair, there in found if not there]
+    if not done:
+        return None, rest
+    targets, sources = [target for target, _ in done], [source for _, source in done]
+    return CopyLaunch(targets, sources, [there for _, there in found if there]), rest
+
+
+def _launch_of_pairs(
+    pairs: Sequence[Pair], dtype: torch.dtype, fills: bool
+) -> tuple[CopyLaunch | None, tuple[Pair, ...]]:
+    """As `_launch_of_copies`, into a buffer of this dtype or out of it."""
+    from flowrl.resharding.copies_gpu import CopyLaunch
+
+    def rows(pair: Pair) -> list[Rows]:
+        if pair.view.dtype != dtype:
+            return []
+        sides = Place(pair.stride, pair.offset * dtype.itemsize, 0), place_of(pair.view)
+        return rows_of(pair.size, dtype.itemsize, *(sides if fills else reversed(sides)))
+
+    found = [(pair, rows(pair)) for pair in pairs]
+    places = [pair.view for pair, there in found if there]
+    rest = tuple(pair for pair, there in found if not there)
+    if not places:
+        return None, rest
+    made = [there for _, there in found if there]
+    return CopyLaunch(None, places, made) if fills else CopyLaunch(places, None, made), rest
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -9,7 +9,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from flowrl.resharding.copies_gpu import ALIGNMENT, Addresses, tiles_of
+from flowrl.resharding.copies_gpu import Addresses
+from flowrl.resharding.copy_boxes import ALIGNMENT, tiles_of
 
 ROWS, COLUMNS = 64, 128
 """Rows and bytes of a row that a program multiplies at once."""
@@ -75,7 +76,7 @@ class SumLaunch:
             [[0, *b.shape, b.stride(0), row, column, cell] for b, row, column, cell in matrices], dtype=torch.int64
         )
         tensors = [matrix for matrix, *_ in matrices]
-        self._boxes = Addresses(table, tensors, torch.arange(len(tensors))[:, None])
+        self._boxes = Addresses(table, tensors, torch.arange(len(tensors))[:, None], slice(1))
         self._tiles = tiles_of(table[:, 1], ROWS).to(tensors[0].device)
         self._weights = weights
 

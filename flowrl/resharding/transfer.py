@@ -17,9 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
+from flowrl.config.memory import BUCKET_BYTES
 from flowrl.config.model_shape import ModelShape
 from flowrl.resharding.clock import Clock
-from flowrl.resharding.copies import Copies, Pair, copy_all, in_place, pair_up, shares
+from flowrl.resharding.copies import BufferCopies, Copies, in_place, pair_up, shares
 from flowrl.resharding.dtypes import side_dtype, wire_dtype
 from flowrl.resharding.exchange import start
 from flowrl.resharding.families import Box, hf_tensors
@@ -30,10 +31,6 @@ from flowrl.resharding.proof import prove
 from flowrl.resharding.recorder import Recording, place_of
 from flowrl.resharding.steps import Step
 from flowrl.resharding.world import World, default_world
-
-BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 640 << 20}
-"""Most bytes of a bucket, what a rank packs and receives in it together, by device type. On a GPU more than 256 MiB then travel
-in each direction, from where on NCCL gives a pair all its channels (docs/decisions/0007-forms-of-exchange.md)."""
 
 
 class Held(Protocol):
@@ -81,12 +78,12 @@ class _Traffic:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """A step with the places of its reads and writes. `source`: the sent part where it is one run of the trainer's
-    memory; `target`: where all that arrives is one run of the engine's."""
+    """A step with its copies into the sent buffer and out of the received one. `source`: the sent part where it is one run of
+    the trainer's memory; `target`: where all that arrives is one run of the engine's."""
 
     step: Step
-    packs: tuple[Pair, ...]
-    installs: tuple[Pair, ...]
+    packs: BufferCopies
+    installs: BufferCopies
     source: torch.Tensor | None
     target: torch.Tensor | None
 
@@ -173,7 +170,7 @@ class Transfer:
         copies = [
             (self._places[copy.region][copy.target], views[copy.held][copy.source]) for copy in self._steps.copies
         ]
-        self._own = [Copies(*zip(*share, strict=True)) for share in shares(copies, max(first, 1)) if share]
+        self._own = [Copies(share) for share in shares(copies, max(first, 1)) if share]
         mine = ((count, self._keys[count.held][0], views[count.held]) for count in self._counts.mine)
         self._trained = self._sums(
             ((count.cell, view[count.there], count.box, tensor) for count, tensor, view in mine), self._counts.cells
@@ -188,9 +185,11 @@ class Transfer:
     def _bound(self, step: Step, views: Sequence[torch.Tensor]) -> _Bucket:
         packs = (*pair_up(step.packs, views), *pair_up(step.relays, self._places))
         installs = pair_up(step.installs, self._places)
-        source = in_place(packs, step.first_sent, step.sent, self._wire_dtype)
-        target = in_place(installs, 0, sum(step.incoming), self._wire_dtype)
-        return _Bucket(step, packs, installs, source, target)
+        dtype = self._wire_dtype
+        source = in_place(packs, step.first_sent, step.sent, dtype)
+        target = in_place(installs, 0, sum(step.incoming), dtype)
+        into, out_of = BufferCopies(packs, dtype, fills=True), BufferCopies(installs, dtype, fills=False)
+        return _Bucket(step, into, out_of, source, target)
 
     @torch.no_grad()
     def move(self, held: Sequence[Held]) -> MoveReport:
@@ -250,7 +249,7 @@ class Transfer:
             made.append(incoming)
         if outgoing is None:
             buffer = incoming if step.to_all else self._buffer(step.sent)
-            copy_all([pair.of(buffer) for pair in bucket.packs], [pair.view for pair in bucket.packs])
+            bucket.packs.run(buffer)
             outgoing = buffer[step.first_sent : step.first_sent + step.sent]
             made += [] if step.to_all else [buffer]
             traffic.packed += outgoing.nbytes
@@ -275,7 +274,7 @@ class Transfer:
             self.world.wait(work, self._what(bucket.step))
         clock.lap(bucket.step.stage)
         if bucket.target is None:
-            copy_all([pair.view for pair in bucket.installs], [pair.of(incoming) for pair in bucket.installs])
+            bucket.installs.run(incoming)
         traffic.alive -= travelling.extra
         clock.lap("install")
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flowrl.config.memory import BUCKET_BYTES
 from flowrl.resharding.baselines import BucketedGather, GatherAll, PerTensorGather, Trained, parameter_forms
 from flowrl.resharding.clock import Clock
 from flowrl.resharding.families import hf_tensors, padded_vocab_size
@@ -34,7 +35,7 @@ from flowrl.resharding.measure.truth import IndexCoded, Truth, differs, fill
 from flowrl.resharding.ranks import ParallelSizes, RankPlace, TrainPlace, grid
 from flowrl.resharding.recorder import Recording, place_of, record
 from flowrl.resharding.regions import DTYPE_BYTES, bound_bytes
-from flowrl.resharding.transfer import BUCKET_BYTES, Transfer
+from flowrl.resharding.transfer import Transfer
 from flowrl.workers import bare
 from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.refit import MegatronRefit

@@ -16,7 +16,7 @@ MOST_TRAINED_BYTES = 8 << 30
 """bfloat16 weights of a model that is trained: writing and loading them then fit the part's time."""
 STATE_BYTES = 18
 """A trained parameter: bfloat16, its gradient, its master copy and two moments in float32."""
-BUCKETS_BYTES = 2 << 30
+BUCKETS_BYTES = 3 << 30
 """Buckets, workspaces and what a process takes beside weights."""
 USABLE, TRAINED_SHARE = 0.85, 0.5
 """Shares of a device's memory: for all of a move, and for trained state beside an engine and activations."""

@@ -13,8 +13,8 @@ from flowrl.resharding.ranks import numbering
 from flowrl.resharding.shapes import planned_shape
 from recipes.multi_gpu.cases import MOVES, Move, move_bytes, move_layers, move_words
 
-LINK_GB_S = 280.0
-"""What two H200 of one host were seen to receive in an all-to-all of a bucket's 256 MiB."""
+LINK_GB_S = 338.0
+"""The most that two H200 of one host were seen to receive, each from the other at once."""
 MEMORY_BYTES = 150_000_000_000
 """Of one H200."""
 

@@ -55,8 +55,8 @@ def test_a_gpu_finds_the_checksum_of_the_cpu(dtype: torch.dtype, rows: int, colu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_many_copies_at_once_are_exact_and_write_nothing_else(dtype: torch.dtype) -> None:
-    """Flat ones of all sizes, columns, rounded ones, and some that no kernel takes."""
-    from flowrl.resharding.copies import copy_all
+    """Flat ones of all sizes, columns, rounded ones, and some that no kernel takes; to places and out of a buffer."""
+    from flowrl.resharding.copies import BufferCopies, Copies, Pair
 
     generator = torch.Generator().manual_seed(0)
     sizes = [1, 7, 8, 64, 4096, 70001, 1 << 20]
@@ -65,7 +65,22 @@ def test_many_copies_at_once_are_exact_and_write_nothing_else(dtype: torch.dtype
     sources = [*flat, wide[0][:, 16:160], wide[1][5:9, 3:7], wide[2].float()]
     room = [torch.full((source.numel() + 64,), 5.0, dtype=dtype, device="cuda") for source in sources]
     targets = [place[32:-32].view(source.shape) for place, source in zip(room, sources, strict=True)]
-    copy_all(targets, sources)
+    Copies(list(zip(targets, sources, strict=True))).run()
     for place, target, source in zip(room, targets, sources, strict=True):
         assert torch.equal(target, source.to(dtype))
         assert bool((place[:32] == 5).all()) and bool((place[-32:] == 5).all())
+    pairs, offset = [], 0
+    for target in targets:
+        pairs.append(Pair(tuple(target.shape), target.stride(), offset, target))
+        offset += target.numel() + 64
+    for start in (0, 1):
+        buffer = torch.full((start + offset,), 5.0, dtype=dtype, device="cuda")[start:]
+        BufferCopies(pairs, dtype, fills=True).run(buffer)
+        found = [pair.of(buffer).clone() for pair in pairs]
+        assert all(torch.equal(part, target) for part, target in zip(found, targets, strict=True))
+        assert int((buffer == 5).sum()) >= 64 * len(pairs)
+        for target in targets:
+            target.zero_()
+        BufferCopies(pairs, dtype, fills=False).run(buffer)
+        assert all(torch.equal(part, target) for part, target in zip(found, targets, strict=True))
+    assert all(bool((place[:32] == 5).all()) and bool((place[-32:] == 5).all()) for place in room)

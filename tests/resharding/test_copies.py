@@ -159,7 +159,9 @@ def test_a_second_transfer_of_the_same_layouts_plans_nothing() -> None:
         ((0,), 1, [1]),
     ],
 )
-def test_copies_are_shared_out_by_bytes_in_their_order(sizes: tuple[int, ...], number: int, expected: list[int]) -> None:
+def test_copies_are_shared_out_by_bytes_in_their_order(
+    sizes: tuple[int, ...], number: int, expected: list[int]
+) -> None:
     pairs = [(torch.empty(size), torch.empty(size)) for size in sizes]
     found = shares(pairs, number)
     assert [len(share) for share in found] == expected

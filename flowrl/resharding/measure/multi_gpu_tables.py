@@ -11,11 +11,12 @@ from flowrl.resharding.measure.gpu_tables import headings as step_headings
 Table = tuple[str, Sequence[str], list[list[str]]]
 """Title, headings and lines."""
 ON_THE_LINK = ("pp", "ep", "tp", "p2p", "node")
-"""Stages of a move in which bytes travel."""
+"""Stages of a move in which bytes travel: packing, and waiting for what has not arrived while others were copied."""
+COPYING = ("local", "install")
 PLANNED = ("devices", "model", "layers", "trained", "generated", "GB to the busiest", "GB by pair", "predicted ms")
 LINKS = ("collective", "MiB received", "ms", "GB/s")
-MOVES = ("model", "trained", "generated", "GB to the busiest", "of bound", "ms", "GB/s", "of the link", "travelling ms",
-         "of the link", "best baseline, times", "exact", "checksums")  # fmt: skip
+MOVES = ("model", "trained", "generated", "GB to the busiest", "of bound", "ms", "GB/s", "of the link", "waiting ms",
+         "copying ms", "best baseline, times", "exact", "checksums")  # fmt: skip
 
 
 def planned(content: Mapping[str, Any]) -> Table:
@@ -74,8 +75,7 @@ def _move_cells(move: Mapping[str, Any], rate: float | None) -> list[str]:
     best = min(others, key=others.__getitem__, default=None)
     verdict = {True: "yes", False: "NO", None: "-"}
     ratio, still = own["ratio_to_bound"], not own["bound_bytes_max"]
-    shares = shares_of_link(move, rate)
-    shown = ["nothing moves" if still else "-" if part is None else f"{part:.0%}" for part in shares.values()]
+    share = share_of_link(move, rate)
     return [
         own["model"],
         own["train"],
@@ -84,9 +84,8 @@ def _move_cells(move: Mapping[str, Any], rate: float | None) -> list[str]:
         "no bound" if ratio is None else f"{ratio:.2f}",
         f"{own['seconds_median'] * 1e3:.2f}",
         f"{own['gb_per_second']:.2f}",
-        shown[0],
-        f"{_travelling(own) * 1e3:.2f}",
-        shown[1],
+        "nothing moves" if still else "-" if share is None else f"{share:.0%}",
+        *(f"{_seconds(own, stages) * 1e3:.2f}" for stages in (ON_THE_LINK, COPYING)),
         "-" if best is None else f"{others[best]:.2f} ({best})",
         verdict[all(row["bit_exact"] for row in rows)],
         verdict[own["fingerprint_ok"]],
@@ -99,19 +98,18 @@ def _own(move: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _travelling(row: Mapping[str, Any]) -> float:
-    """Seconds of the stages in which bytes travel."""
-    seconds: float = sum(row["stage_seconds"].get(stage, 0.0) for stage in ON_THE_LINK)
+def _seconds(row: Mapping[str, Any], stages: Sequence[str]) -> float:
+    """Of the calling stream in these stages. Bytes travel beside it, so that both sums together are the move."""
+    seconds: float = sum(row["stage_seconds"].get(stage, 0.0) for stage in stages)
     return seconds
 
 
-def shares_of_link(move: Mapping[str, Any], rate: float | None) -> dict[str, float | None]:
-    """Rate of the bytes that must travel to the busiest device over a link's `rate`, GB/s: of the whole move, and of the
-    stages in which they travel. None where nothing has to, or where no link was measured."""
+def share_of_link(move: Mapping[str, Any], rate: float | None) -> float | None:
+    """Rate of the bytes that must travel to the busiest device, over the whole move, as a share of a link's `rate`, GB/s.
+    None where nothing has to, or where no link was measured."""
     own = _own(move)
-    spans = {"of_link": own["seconds_median"], "of_link_travelling": _travelling(own)}
-    size = own["bound_bytes_max"]
-    return {name: size / span / 1e9 / rate if size and span and rate else None for name, span in spans.items()}
+    size, seconds = own["bound_bytes_max"], own["seconds_median"]
+    return size / seconds / 1e9 / rate if size and seconds and rate else None
 
 
 def steps(content: Mapping[str, Any]) -> Table:
@@ -121,6 +119,12 @@ def steps(content: Mapping[str, Any]) -> Table:
         [line] = step_cells("steps", run)
         lines.append([run["name"], run["model"], _layout(run["settings"]), *line[1:]])
     return "**Steps** of GRPO:", ("run", "model", "layout", *step_headings("steps")[1:]), lines
+
+
+def memories(content: Mapping[str, Any]) -> Table:
+    """Peaks of the training runs by phase, and what `dry_run` says."""
+    lines = [[run["name"], *line[1:]] for run in content["steps"] for line in step_cells("memory", run)]
+    return "**Memory** of these runs, of the device that holds most:", step_headings("memory"), lines
 
 
 def _layout(settings: Mapping[str, str]) -> str:
@@ -137,4 +141,4 @@ def _layout(settings: Mapping[str, str]) -> str:
 
 def measured(content: Mapping[str, Any]) -> list[Table]:
     """Every table that has lines."""
-    return [table for table in (links(content), moves(content), steps(content)) if table[2]]
+    return [table for table in (links(content), moves(content), steps(content), memories(content)) if table[2]]
