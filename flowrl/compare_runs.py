@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.checkpoints.start import FOLDER
 from flowrl.checkpoints.store import open_checkpoint
+from flowrl.command import run_command
 from flowrl.config.paths import user_path
 
 if TYPE_CHECKING:
@@ -329,4 +330,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

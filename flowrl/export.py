@@ -19,6 +19,7 @@ from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 from flowrl.builtin.model import resolve_model
 from flowrl.checkpoints.start import FOLDER
 from flowrl.checkpoints.store import open_checkpoint
+from flowrl.command import run_command
 from flowrl.config.model_code import custom_code
 from flowrl.config.model_shape import ModelShape, read_model_shape
 from flowrl.config.paths import user_path
@@ -239,4 +240,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

@@ -13,7 +13,6 @@ import os
 import random
 import statistics
 import string
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,18 +22,32 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flowrl.command import run_command
 from flowrl.config.compose import compose_all
 from flowrl.config.machine import find_machine
 from flowrl.config.memory import memory
 from flowrl.config.model_shape import ModelShape
+from flowrl.resharding.measure.folder import write_config
 from flowrl.resharding.measure.gpu_tables import cells, headings
 from flowrl.resharding.measure.processes import RankFailed, run_ranks
 from flowrl.resharding.measure.report import origin
 from flowrl.resharding.shapes import SHAPES, planned_shape
 from flowrl.resharding.words import make_folder, output_path, parse_words, whole_number
+from recipes.limited import run_limited
 
 ROOT = Path(__file__).parent.parent
-KEYS = ("out", "model", "runs", "prompts", "samples", "prompt", "tokens", "steps", "seed", "limit")
+KEYS = {
+    "out": "folder for results.json and the runs",
+    "model": "a named shape, for which random weights are written, or what model.path takes (qwen2.5-1.5b)",
+    "runs": "grpo, ppo or both (grpo,ppo)",
+    "prompts": "of a step (256)",
+    "samples": "of a prompt (4)",
+    "prompt": "tokens of a prompt (128)",
+    "tokens": "of a response (512)",
+    "steps": "of a run; the first warms up and does not count (4)",
+    "seed": "of weights, prompts and sampling (1)",
+    "limit": "seconds of a run, after which it is told to stop; what it has measured counts (900)",
+}
 RUNS = {"grpo": ("algorithm=grpo", "kl=none"), "ppo": ("algorithm=gae", "kl=reward")}
 GENERATION = ("generate",)
 TRAINING = ("log_probs", "reference", "values", "update_critic", "update_actor")
@@ -122,28 +135,34 @@ def overrides(given: Mapping[str, str], folder: Path) -> list[str]:
     ]
 
 
+def own_words(name: str, extra: Sequence[str], out: Path) -> list[str]:
+    """What one run adds to what they have in common, before `extra`."""
+    own = [*RUNS[name], f"run.dir={out / name}"]
+    if not any(word.startswith(f"{MICROBATCH}=") for word in extra):
+        own.append(f"{MICROBATCH}={TOKENS_PER_MICROBATCH}")
+    return own
+
+
+def check(names: Sequence[str], common: Sequence[str], extra: Sequence[str], out: Path) -> None:
+    """Refuse what `main_ppo` would refuse, before anything is written or started. Error: `ValueError`."""
+    for name in names:
+        compose_all([*common, *own_words(name, extra, out), *extra])
+
+
 def run(
     name: str, common: Sequence[str], extra: Sequence[str], out: Path, limit_seconds: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One run of `main_ppo`: its summary and its peaks. Error: `RuntimeError` with the end of its output where it failed or
     took too long."""
-    own = [*RUNS[name], f"run.dir={out / name}"]
-    if not any(word.startswith(f"{MICROBATCH}=") for word in extra):
-        own.append(f"{MICROBATCH}={TOKENS_PER_MICROBATCH}")
+    own = own_words(name, extra, out)
     command = [sys.executable, "-m", "flowrl.main_ppo", *common, *own, *extra]
     log = out / f"{name}.log"
     with log.open("wb") as written:
-        done = subprocess.run(
-            ["timeout", "-s", "INT", "-k", "60", str(limit_seconds), *command],
-            cwd=ROOT,
-            stdout=written,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
+        code = run_limited(command, limit_seconds, written)
     metrics = out / name / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     if sum(row["step"] > 1 for row in rows) == 0:
-        raise RuntimeError(f"{name} ended with {done.returncode} before its second step:\n{log.read_text()[-3000:]}")
+        raise RuntimeError(f"{name} ended with {code} before its second step:\n{log.read_text()[-3000:]}")
     settings = dict(word.split("=", 1) for word in common)
     samples = int(settings["data.prompts_per_step"]) * int(settings["rollout.samples_per_prompt"])
     return summary(name, rows, samples), peaks(name, rows, [*common, *own, *extra])
@@ -151,6 +170,9 @@ def run(
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0; 1 where a run failed; 2 for bad input."""
+    if any(argument in ("-h", "--help") for argument in arguments):
+        sys.stdout.write(f"{__doc__}\n" + "".join(f"{key:<10}{text}\n" for key, text in KEYS.items()))
+        return 0
     extra = [argument for argument in arguments if "." in argument.partition("=")[0]]
     try:
         given = parse_words([argument for argument in arguments if argument not in extra], KEYS, ("out",))
@@ -185,7 +207,7 @@ def measure(
 ) -> dict[str, Any]:
     """The content of results.json. Errors: `ValueError`, `RankFailed`, `RuntimeError`."""
     device = "cuda" if find_machine().gpus else "cpu"
-    model = given.get("model", "qwen2.5-1.5b")
+    model, limit = given.get("model", "qwen2.5-1.5b"), whole_number(given, "limit", 900)
     # Megatron-core warns in every process of optional packages that flowrl does without.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     with tempfile.TemporaryDirectory() as scratch:
@@ -195,10 +217,12 @@ def measure(
         if model in SHAPES:
             seed = whole_number(given, "seed", 1)
             target = str(folder / "model")
+            alone = write_config(folder, shape, settings["dtype"])
+            check(names, [f"model.path={alone}", *common[1:]], extra, out)
             run_ranks(1, "gloo", (), "flowrl.workers.benchmark:write_folder", target, shape, settings | {"seed": seed})
         else:
             common[0] = f"model.path={model}"
-        limit = whole_number(given, "limit", 900)
+            check(names, common, extra, out)
         done = [run(name, common, extra, out, limit) for name in names]
         told = {word.split("=", 1)[0]: word.split("=", 1)[1] for word in [*common, *extra] if str(folder) not in word}
     return {**origin(device), "model": Path(model).name, "settings": settings | told,
@@ -206,4 +230,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

@@ -13,7 +13,6 @@ import hashlib
 import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,13 +23,20 @@ from rich.console import Console
 from rich.table import Table
 
 from flowrl.builtin.smollm2 import write_smollm2
+from flowrl.command import run_command
 from flowrl.config.machine import find_machine
 from flowrl.resharding.measure.gpu_tables import cells, headings
 from flowrl.resharding.measure.report import origin
 from flowrl.resharding.words import make_folder, output_path, parse_words, whole_number
+from recipes.limited import run_limited
 
-ROOT = Path(__file__).parent.parent
-KEYS = ("out", "model", "steps", "minutes", "seed")
+KEYS = {
+    "out": "folder for results.json and the run",
+    "model": "folder of the model, made where there is none (in out)",
+    "steps": "of training (80)",
+    "minutes": "after which the run is told to stop; what it has measured counts (8)",
+    "seed": "of sampling and order (1)",
+}
 NUM_EVAL = 256
 MOST, MOST_DIGITS = 40, 6
 SETTINGS = {
@@ -117,6 +123,9 @@ def summary(rows: Sequence[Mapping[str, float]], minutes: float) -> dict[str, An
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0; 1 where the run failed; 2 for bad input."""
+    if any(argument in ("-h", "--help") for argument in arguments):
+        sys.stdout.write(f"{__doc__}\n" + "".join(f"{key:<10}{text}\n" for key, text in KEYS.items()))
+        return 0
     extra = [argument for argument in arguments if "." in argument.partition("=")[0]]
     try:
         given = parse_words([argument for argument in arguments if argument not in extra], KEYS, ("out",))
@@ -133,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     start = time.monotonic()
     # A run that takes too long is asked to stop; what it has measured until then counts.
-    code = subprocess.run(["timeout", "-s", "INT", "-k", "60", str(limit), *words], cwd=ROOT, check=False).returncode
+    code = run_limited(words, limit)
     minutes = (time.monotonic() - start) / 60
     metrics = out / "run" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
@@ -155,4 +164,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

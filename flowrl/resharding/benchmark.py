@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flowrl.command import run_command
 from flowrl.config.machine import find_machine
 from flowrl.config.model_shape import ModelShape
 from flowrl.config.paths import user_path
@@ -179,4 +180,4 @@ def _job(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from flowrl.command import run_command
 from flowrl.protocol import DataProto, Ragged
 from flowrl.single_controller.cluster import Cluster, usable_cpus
 from flowrl.single_controller.dispatch import split_over
@@ -51,7 +53,7 @@ class Options:
     out: str = ""
 
     @classmethod
-    def parse(cls, argv: list[str]) -> Options:
+    def parse(cls, argv: Sequence[str]) -> Options:
         """Errors: ValueError naming an unknown key or an unreadable value."""
         options = cls()
         for argument in argv:
@@ -226,7 +228,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
     )
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Exit code 0, or 2 with one message for a wrong argument."""
     try:
         options = Options.parse(argv)
@@ -242,4 +244,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

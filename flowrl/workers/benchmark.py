@@ -13,8 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flowrl.command import run_command
 from flowrl.config.machine import find_machine
 from flowrl.config.model_shape import ModelShape
+from flowrl.config.resolve import BYTES
 from flowrl.resharding.measure.gpu_tables import SECOND, cells, headings
 from flowrl.resharding.measure.processes import RankFailed, run_ranks
 from flowrl.resharding.measure.report import origin
@@ -128,10 +130,25 @@ def parse_settings(command: str, given: Mapping[str, str], shape: ModelShape, de
             "cuda_graphs": given.get("graphs") != "false",
             "memory_fraction": whole_number(given, "memory", 40, most=48) / 100,
         }
+    _check_memory(command, given["model"], shape, settings)
     longest = settings.get("prompt", 0) + settings["tokens"]
     if not 2 <= longest <= shape.max_positions:
         raise ValueError(f"a row of {longest} tokens: model={given['model']} has 2 to {shape.max_positions} positions")
     return settings
+
+
+def _check_memory(command: str, model: str, shape: ModelShape, settings: Mapping[str, Any]) -> None:
+    """Error: `ValueError` with the numbers where weights and states alone exceed what there is."""
+    machine, size = find_machine(), BYTES[settings["dtype"]]
+    there = machine.gpu_memory_bytes if settings["device"] == "cuda" else machine.memory_bytes
+    # Gradients and two moments are float32, and so are exact weights where the others are not; two engines generate by turns.
+    each = size + 4 + (8 if size == 4 else 12) if command == "train" else 2 * size
+    needed = each * shape.num_parameters
+    if needed > there:
+        raise ValueError(
+            f"model={model}: {shape.num_parameters / 1e9:.2f}e9 parameters x {each} bytes = {needed / 1e9:.1f} GB before any "
+            f"activation, and there are {there / 1e9:.1f} GB; take a smaller model"
+        )
 
 
 def measure(command: str, given: Mapping[str, str], shape: ModelShape, device: str, scratch: Path) -> dict[str, Any]:
@@ -180,4 +197,4 @@ def generate(folder: str, shape: ModelShape, settings: Mapping[str, Any]) -> lis
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

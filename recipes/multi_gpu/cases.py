@@ -9,7 +9,7 @@ from flowrl.resharding.measure.options import BenchmarkOptions, rollout_bytes, t
 from flowrl.resharding.shapes import SHAPES
 
 DENSE, EXPERTS = "dense", "experts"
-MOST_MOVED_BYTES, MOST_MOVED_EXPERTS = 16 << 30, 2000
+MOST_MOVED_BYTES, MOST_MOVED_EXPERTS = 16 << 30, 1000
 """A generation shard, and experts of all layers, whose moves by six engines fit a part's time: a loader takes experts
 one by one."""
 MOST_TRAINED_BYTES = 8 << 30

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import pickle
+import signal
 import tempfile
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,7 +25,18 @@ class RankFailed(RuntimeError):
     """A rank's function raised, or its process died."""
 
 
+def _end_with_the_parent() -> None:
+    """However the parent ends, also when it could not say so: a rank would wait for the others until its time is up."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
 def _main(rank: int, world: int, store: str, backend: str, work: bytes, out: Any) -> None:
+    # The parent ends its ranks; a terminal's Ctrl-C reaches them too, and would make each of them print where it was.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     import torch
     import torch.distributed as dist
 
@@ -43,6 +58,34 @@ def _main(rank: int, world: int, store: str, backend: str, work: bytes, out: Any
     dist.destroy_process_group()
 
 
+def _start(processes: Sequence[BaseProcess]) -> None:
+    """Start all of them."""
+    with _signals_later():
+        for process in processes:
+            process.start()
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """SIGINT and SIGTERM wait until the block's end: in the middle of a start they would leave a rank that nobody knows.
+
+    A mask would not do: it is one thread's, and any other may take the signal and have Python act on it here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted: list[int] = []
+    stops = (signal.SIGINT, signal.SIGTERM)
+    before = {each: signal.signal(each, lambda signum, _: noted.append(signum)) for each in stops}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    for signum in noted:
+        signal.raise_signal(signum)
+
+
 def run_ranks(world: int, backend: str, preload: Sequence[str], function: str, *arguments: Any) -> list[Any]:
     """Results of `function` (as `module:name`) of `arguments` by rank, inside a process group over `backend`.
 
@@ -58,17 +101,16 @@ def run_ranks(world: int, backend: str, preload: Sequence[str], function: str, *
             context.Process(target=_main, args=(rank, world, f"{folder}/store", backend, work, pipe[1]), daemon=True)
             for rank, pipe in enumerate(pipes)
         ]
-        for process in processes:
-            process.start()
-        for _, sender in pipes:
-            sender.close()
         try:
+            _start(processes)
+            for _, sender in pipes:
+                sender.close()
             results = _collect([receiver for receiver, _ in pipes])
             for process in processes:
                 process.join(EXIT_SECONDS)
         finally:
             for process in processes:
-                if process.is_alive():
+                if process.pid is not None and process.is_alive():
                     process.terminate()
         return results
 

@@ -156,8 +156,12 @@ def _settle(device: torch.device) -> None:
 
 
 def give_back() -> None:
-    """Return free memory of the C library's heap to the system: ranks of one host share what one engine has used."""
+    """Return free memory of the C library's heap to the system: ranks of one host share what one engine has used.
+
+    What is alive is not looked through by later calls: with vLLM imported that takes half a second each.
+    """
     gc.collect()
+    gc.freeze()
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:

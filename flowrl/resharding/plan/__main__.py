@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from flowrl.command import run_command
 from flowrl.resharding.plan import report
 from flowrl.resharding.plan.figures import plan_row
 from flowrl.resharding.plan.options import USAGE, parse_options
@@ -39,4 +40,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))
