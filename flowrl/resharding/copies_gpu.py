@@ -38,20 +38,26 @@ def _copy(  # type: ignore[no-untyped-def]
 class Addresses:
     """A table [N, F] int64 on the GPU, some of whose columns are addresses: the given bytes from the beginning of tensors.
 
-    It follows tensors whose storage has moved.
+    It follows storages that move; many tensors are views of a few of them.
     """
 
     def __init__(
         self, table: torch.Tensor, tensors: Sequence[torch.Tensor], numbers: torch.Tensor, columns: slice
     ) -> None:
         """`numbers` [N, A]: the tensors that the A `columns` count from."""
-        self._relative, self._tensors, self._numbers, self._columns = table, list(tensors), numbers, columns
-        self._device = self._tensors[0].device
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        places = {storage._cdata: storage for storage in storages}
+        order = {key: number for number, key in enumerate(places)}
+        starts = torch.tensor([tensor.storage_offset() * tensor.element_size() for tensor in tensors])
+        self._relative, self._columns = table.clone(), columns
+        self._relative[:, columns] += starts[numbers]
+        self._numbers = torch.tensor([order[storage._cdata] for storage in storages])[numbers]
+        self._storages, self._device = list(places.values()), tensors[0].device
         self._memory: list[int] = []
         self._table = table
 
     def now(self) -> torch.Tensor:
-        memory = [tensor.data_ptr() for tensor in self._tensors]
+        memory = [storage.data_ptr() for storage in self._storages]
         if memory != self._memory:
             table = self._relative.clone()
             table[:, self._columns] += torch.tensor(memory)[self._numbers]

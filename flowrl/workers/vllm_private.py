@@ -44,6 +44,7 @@ PRIVATE_NAMES = (
     "vllm.v1.worker.gpu_worker:freeze_gc_heap",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
+    "vllm.v1.sample.ops.topk_topp_sampler:random_sample",
     "vllm.entrypoints.llm:LLM.collective_rpc",
     "vllm.entrypoints.llm:LLM.reset_prefix_cache",
     "torch.distributed.distributed_c10d:_set_pg_timeout",
@@ -150,6 +151,11 @@ def _tame() -> None:
     if not torch.cuda.is_available():
         experts = importlib.import_module(CPU_EXPERTS).CPUUnquantizedExperts
         experts.process_weights_after_loading, experts.apply = _keep_as_loaded, _plain_experts
+    else:
+        from flowrl.workers.sampling_gpu import at_once
+
+        sampler = vars(importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler"))
+        sampler["random_sample"] = at_once(sampler["random_sample"])
     core = vars(importlib.import_module("vllm.v1.engine.core"))
     # Without this, dropping an engine destroys the default process group, which the trainer uses too.
     core["cleanup_dist_env_and_memory"] = lambda *args, **kwargs: None
