@@ -125,7 +125,7 @@ def test_parts_are_links_then_moves_then_steps_then_whole_models(tmp_path: Path)
     ]  # fmt: skip
     assert len(plan["rows"]) == 6 and all(part.alone for part in parts)
     commands = {part.name: part.command for part in parts}
-    assert {"model=qwen3-30b-a3b", "layers=12", "against=all"} <= set(commands["move_experts_ep2_tp1"])
+    assert {"model=qwen3-30b-a3b", "layers=7", "against=all"} <= set(commands["move_experts_ep2_tp1"])
     assert {"layers=18", "placement=standalone_rollout", "actor.optim.lr=1e-6"} <= set(commands["steps_apart"])
     some = parse([f"out={tmp_path}", "parts=links,steps_e"], HOST)
     assert [part.name for part in planned_parts(some, tmp_path, 1.0)[1]] == ["links", "steps_ep"]
