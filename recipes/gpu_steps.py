@@ -35,7 +35,6 @@ from flowrl.resharding.shapes import SHAPES, planned_shape
 from flowrl.resharding.words import make_folder, output_path, parse_words, whole_number
 from recipes.limited import run_limited
 
-ROOT = Path(__file__).parent.parent
 KEYS = {
     "out": "folder for results.json and the runs",
     "model": "a named shape, for which random weights are written, or what model.path takes (qwen2.5-1.5b)",

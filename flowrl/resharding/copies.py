@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flowrl.resharding.copy_boxes import ALIGNMENT, Place, Rows, place_of, rows_of
+from flowrl.resharding.copy_boxes import ALIGNMENT, Place, Rows, rows_of
 from flowrl.resharding.steps import Slot
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _launch_of_copies(
     def rows(target: torch.Tensor, source: torch.Tensor) -> list[Rows]:
         if (target.dtype, target.device) != (source.dtype, source.device):
             return []
-        return rows_of(target.shape, target.element_size(), place_of(target), place_of(source))
+        return rows_of(target.shape, target.element_size(), Place.of(target), Place.of(source))
 
     found = [(pair, rows(*pair)) for pair in pairs]
     done = [pair for pair, there in found if there]
@@ -179,7 +179,7 @@ def _launch_of_pairs(
     def rows(pair: Pair) -> list[Rows]:
         if pair.view.dtype != dtype:
             return []
-        sides = Place(pair.stride, pair.offset * dtype.itemsize, 0), place_of(pair.view)
+        sides = Place(pair.stride, pair.offset * dtype.itemsize, 0), Place.of(pair.view)
         return rows_of(pair.size, dtype.itemsize, *(sides if fills else reversed(sides)))
 
     found = [(pair, rows(pair)) for pair in pairs]

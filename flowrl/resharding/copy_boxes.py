@@ -28,6 +28,11 @@ class Place(NamedTuple):
     start: int
     memory: int
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        """Where all elements of a tensor are now."""
+        return cls(tensor.stride(), 0, tensor.data_ptr())
+
     def is_contiguous(self, size: Sequence[int]) -> bool:
         step = 1
         for length, stride in zip(reversed(size), reversed(self.stride), strict=True):
@@ -35,11 +40,6 @@ class Place(NamedTuple):
                 return False
             step *= length
         return True
-
-
-def place_of(tensor: torch.Tensor) -> Place:
-    """Where all elements of a tensor are now."""
-    return Place(tensor.stride(), 0, tensor.data_ptr())
 
 
 def rows_of(size: Sequence[int], element_bytes: int, target: Place, source: Place) -> list[Rows]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from flowrl.resharding.copies_gpu import Addresses  # noqa: E402
-from flowrl.resharding.copy_boxes import FLAT_BYTES, Place, place_of, rows_of, tiles_of  # noqa: E402
+from flowrl.resharding.copy_boxes import FLAT_BYTES, Place, rows_of, tiles_of  # noqa: E402
 
 
 @given(num_rows=st.lists(st.integers(1, 50), min_size=1, max_size=9), at_once=st.integers(1, 16))
@@ -25,7 +25,7 @@ def test_what_lies_together_is_cut_into_rows(elements: int) -> None:
     source, target = torch.zeros(elements, dtype=torch.bfloat16), torch.zeros(elements, dtype=torch.bfloat16)
     position = 0
     for start_of_target, start_of_source, rows, words, *strides in rows_of(
-        (elements,), 2, place_of(target), place_of(source)
+        (elements,), 2, Place.of(target), Place.of(source)
     ):
         assert start_of_target == start_of_source == position
         assert strides == [words, words] and words * 4 <= FLAT_BYTES
@@ -35,14 +35,14 @@ def test_what_lies_together_is_cut_into_rows(elements: int) -> None:
 
 def test_columns_are_one_box() -> None:
     source, target = torch.zeros(6, 64), torch.zeros(6, 32)
-    assert rows_of((6, 32), 4, place_of(target), place_of(source[:, 32:])) == [(0, 0, 6, 32, 32, 64)]
+    assert rows_of((6, 32), 4, Place.of(target), Place.of(source[:, 32:])) == [(0, 0, 6, 32, 32, 64)]
 
 
 def test_what_is_in_a_buffer_counts_from_its_beginning() -> None:
     source, buffer = torch.zeros(6, 64), Place((32, 1), 4096, 0)
-    assert rows_of((6, 32), 4, buffer, place_of(source[:, 32:])) == [(4096, 0, 6, 32, 32, 64)]
-    assert rows_of((6, 32), 4, place_of(source[:, 32:]), buffer) == [(0, 4096, 6, 32, 64, 32)]
-    assert rows_of((6, 32), 4, Place((32, 1), 4100, 0), place_of(source)) == []
+    assert rows_of((6, 32), 4, buffer, Place.of(source[:, 32:])) == [(4096, 0, 6, 32, 32, 64)]
+    assert rows_of((6, 32), 4, Place.of(source[:, 32:]), buffer) == [(0, 4096, 6, 32, 64, 32)]
+    assert rows_of((6, 32), 4, Place((32, 1), 4100, 0), Place.of(source)) == []
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_is_in_a_buffer_counts_from_its_beginning() -> None:
     ids=["start", "length", "strides", "nothing"],
 )
 def test_what_the_kernel_cannot_copy_is_left_out(target: torch.Tensor, source: torch.Tensor) -> None:
-    assert rows_of(target.shape, 4, place_of(target), place_of(source)) == []
+    assert rows_of(target.shape, 4, Place.of(target), Place.of(source)) == []
 
 
 def test_addresses_follow_a_storage_that_moves() -> None:
