@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,13 +41,23 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[torch.Tensor | Sequence[Any]], dtype: torch.dtype | None = None) -> Ragged:
-        """Rows [length_i, ...] -> column of len(rows) rows. Without rows or tokens, dtype defaults to float32."""
-        tensors = [row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=dtype) for row in rows]
+        """Rows [length_i, ...] -> column of len(rows) rows. Without rows or tokens, dtype defaults to float32, else to one that
+        takes what all rows have. Error: ValueError where a given dtype would lose the kind of a row's numbers."""
+        tensors = [row if isinstance(row, torch.Tensor) else torch.tensor(row) for row in rows]
+        # torch.tensor([]) is float32; an empty Python row must not turn a column of ids into floats.
+        known = {t.dtype for t, row in zip(tensors, rows, strict=True) if isinstance(row, torch.Tensor) or len(row)}
         if dtype is None:
-            # torch.tensor([]) is float32; an empty Python row must not turn a column of ids into floats.
-            known = [t.dtype for t, row in zip(tensors, rows, strict=True) if isinstance(row, torch.Tensor) or len(row)]
-            dtype = known[0] if known else torch.float32
-        values = torch.cat([t.to(dtype) for t in tensors]) if tensors else torch.empty(0, dtype=dtype)
+            dtype = reduce(torch.promote_types, known) if known else torch.float32
+        lost = [each for each in known if not torch.can_cast(each, dtype)]
+        if lost:
+            raise ValueError(
+                f"rows of {lost[0]} would lose what they are as {dtype}; convert them first, or give another dtype"
+            )
+        tensors = [
+            t.to(dtype) if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=dtype)
+            for t, row in zip(tensors, rows, strict=True)
+        ]
+        values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
         return cls.from_lengths(values, [len(t) for t in tensors])
 
     @classmethod
@@ -77,7 +88,7 @@ class Ragged:
 
     def select(self, indices: Indices) -> Ragged:
         """The given rows in the given order; a run of neighbouring rows is a view."""
-        index = torch.as_tensor(indices, dtype=torch.int64)
+        index = row_index(indices)
         if is_run(index):
             first = int(index[0]) if len(index) else 0
             bounds = self.offsets[first : first + len(index) + 1]
@@ -282,6 +293,16 @@ def owner_of(index: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """Which block every row lies in: [N] int64. starts: [blocks + 1]."""
     # By numpy: torch.bucketize wakes its thread pool for a few hundred numbers.
     return torch.from_numpy(np.searchsorted(starts[1:].numpy(), index.numpy(), side="right"))
+
+
+def row_index(indices: Indices) -> torch.Tensor:
+    """[M] int64. Error: ValueError for what is no whole number: a mask, or floats."""
+    index = torch.as_tensor(indices)
+    if index.dim() != 1 or (len(index) and (index.dtype == torch.bool or index.is_floating_point())):
+        raise ValueError(
+            f"rows are picked by a list of whole numbers, got {index.dtype} of shape {tuple(index.shape)}; filter() takes a mask"
+        )
+    return index.to(torch.int64)
 
 
 def is_run(index: torch.Tensor) -> bool:

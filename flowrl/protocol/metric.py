@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -51,6 +52,9 @@ class Metric:
         if self.kind == "mean":
             return Metric("mean", self.total + other.total, self.weight + other.weight)
         pair = (self.total, other.total)
+        if any(map(math.isnan, pair)):
+            # max() and min() keep whichever of nan and a number comes first.
+            return Metric(self.kind, math.nan)
         join = {"sum": pair[0] + pair[1], "max": max(pair), "min": min(pair)}
         return Metric(self.kind, join[self.kind])
 

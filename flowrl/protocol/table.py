@@ -9,13 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.protocol.checks import MissingColumnError, Values, check_same_where_both, concat_parts, difference
+from flowrl.protocol.checks import (
+    MissingColumnError,
+    Values,
+    check_parts,
+    check_same_where_both,
+    concat_parts,
+    difference,
+)
 from flowrl.protocol.columns import (
     Column,
     Indices,
     Picked,
     Stored,
     load_columns,
+    row_index,
     select_rows,
 )
 from flowrl.protocol.metric import Metric, merge_metrics
@@ -45,9 +53,10 @@ class DataProto:
     ) -> None:
         """Row ids default to "0", "1", ...; they must be unique.
 
-        Errors: ValueError when columns, values and row ids do not have one number of rows.
+        Errors: ValueError when columns, values and row ids do not have one number of rows, or are no columns and lists.
         """
         columns = dict(columns or {})
+        check_parts(columns, values or {}, row_ids)
         lists = {name: list(rows) for name, rows in (values or {}).items()}
         sizes = {name: len(rows) for name, rows in [*columns.items(), *lists.items()]}
         if row_ids is None:
@@ -256,23 +265,25 @@ class DataProto:
 
     def rows(self, indices: Indices) -> DataProto:
         """The given rows (each at most once) in the given order."""
-        index = torch.as_tensor(indices, dtype=torch.int64)
+        index = row_index(indices)
         if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(self)):
             raise ValueError(f"rows {int(index.min())}..{int(index.max())} asked of a batch of {len(self)} rows")
         return self._take(index, [self.row_ids[i] for i in index.tolist()])
 
     def reorder(self, indices: Indices) -> DataProto:
         """Row i of the result is row indices[i]. Error: not a permutation."""
-        index = torch.as_tensor(indices, dtype=torch.int64)
+        index = row_index(indices)
         if not torch.equal(index.sort().values, torch.arange(len(self))):
             raise ValueError(f"reorder of {len(self)} rows needs every row once; rows() picks some")
         return self.rows(index).with_metrics(self._metrics)
 
     def filter(self, mask: Sequence[bool] | torch.Tensor) -> DataProto:
         """Rows where the mask [N] is true."""
-        keep = torch.as_tensor(mask, dtype=torch.bool)
-        if keep.shape != (len(self),):
-            raise ValueError(f"filter mask of shape {tuple(keep.shape)} for {len(self)} rows")
+        keep = torch.as_tensor(mask)
+        if keep.shape != (len(self),) or (len(self) and keep.dtype != torch.bool):
+            raise ValueError(
+                f"filter mask of {keep.dtype} and shape {tuple(keep.shape)} for {len(self)} rows; one bool for each is needed"
+            )
         return self.rows(keep.nonzero().flatten())
 
     def repeat(self, n: int) -> DataProto:
@@ -325,11 +336,15 @@ class DataProto:
 
     def pad_to_multiple(self, k: int) -> DataProto:
         """Copies of the last row until the number of rows is a multiple of k; ``unpad`` removes them again."""
+        if k < 1:
+            raise ValueError(f"pad_to_multiple({k}): at least 1")
         missing = -len(self) % k
         if missing and not len(self):
             raise ValueError("an empty batch has no row to pad with")
         index = torch.cat([torch.arange(len(self)), torch.full((missing,), len(self) - 1, dtype=torch.int64)])
-        return self._take(index, [*self.row_ids, *(f"{PAD}{i}" for i in range(missing))], self._metrics)
+        return self._take(
+            index, [*self.row_ids, *(f"{PAD}{self.row_ids[-1]}/{i}" for i in range(missing))], self._metrics
+        )
 
     def unpad(self) -> DataProto:
         """Without the rows that ``pad_to_multiple`` added, wherever they are now."""

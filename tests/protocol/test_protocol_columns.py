@@ -83,3 +83,13 @@ def test_wrong_offsets_are_refused(values, offsets, words):
 def test_empty_rows_do_not_change_the_dtype():
     assert Ragged.from_rows([[], [1]]).values.dtype == torch.int64
     assert Ragged.from_rows([torch.empty(0), torch.ones(1)]).values.dtype == torch.float32
+
+
+def test_rows_of_different_numbers_get_a_type_that_takes_all() -> None:
+    assert Ragged.from_rows([[1], [0.5, 0.75]]).values.tolist() == [1, 0.5, 0.75]
+    assert Ragged.from_rows([torch.tensor([1]), torch.tensor([0.5])]).values.tolist() == [1, 0.5]
+    assert Ragged.from_rows([[True], [5], []]).values.tolist() == [1, 5]
+    assert Ragged.from_rows([[1], [2]], dtype=torch.float64).values.dtype == torch.float64
+    for rows, dtype in (([[0.5]], torch.int64), ([[1, 2]], torch.bool), ([torch.tensor([0.5])], torch.int32)):
+        with pytest.raises(ValueError, match="would lose what they are"):
+            Ragged.from_rows(rows, dtype=dtype)

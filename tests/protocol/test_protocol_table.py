@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -180,3 +183,62 @@ def test_metrics_merge_with_their_denominators():
     assert Metric.mean(0, 0).value == 0 and Metric.min(2).merge(Metric.min(1)).value == 1
     with pytest.raises(ValueError, match="'a' is a mean in one part and a sum"):
         merge_metrics([{"a": Metric.mean(1, 1)}, {"a": Metric.sum(1)}])
+
+
+def test_what_is_no_index_and_no_mask_is_refused() -> None:
+    batch = DataProto({"a": torch.arange(3)})
+    for indices in ([True, False, True], [0.9, 1.7], torch.tensor([0.0]), torch.tensor(1)):
+        with pytest.raises(ValueError, match="whole numbers"):
+            batch.rows(indices)
+    with pytest.raises(ValueError, match="whole numbers"):
+        batch.reorder([0.2, 1.2, 2.9])  # type: ignore[list-item]
+    for mask in ([2, 0, 5], [float("nan"), 0.0, 0.1], [1, 0, 1]):
+        with pytest.raises(ValueError, match="one bool for each"):
+            batch.filter(mask)  # type: ignore[arg-type]
+    assert batch.rows([]).row_ids == () and batch.filter([True, False, True]).row_ids == ("0", "2")
+    assert batch.rows(torch.tensor([2, 0], dtype=torch.int32))["a"].tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [dict(columns={"a": "abc"}), dict(columns={"a": [1, 2]}), dict(columns={"a": torch.tensor(1)}),
+     dict(values={"a": "abc"}), dict(values={"a": {"x": 1}}), dict(values={"a": {1, 2}}),
+     dict(values={"a": [1, 2]}, row_ids="ab")],
+)  # fmt: skip
+def test_text_and_tables_are_no_rows(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be a (tensor|list)"):
+        DataProto(**given)
+
+
+def test_padding_can_be_padded_and_joined() -> None:
+    parts = [DataProto({"a": torch.arange(3)}, row_ids=[f"{name}{i}" for i in range(3)]) for name in "xy"]
+    padded = [part.pad_to_multiple(2) for part in parts]
+    both = DataProto.concat(padded).pad_to_multiple(5)
+    assert len(both) == 10 and both.unpad().row_ids == (*parts[0].row_ids, *parts[1].row_ids)
+    for k in (0, -2):
+        with pytest.raises(ValueError, match="at least 1"):
+            parts[0].pad_to_multiple(k)
+
+
+def test_equal_arrays_and_nan_do_not_differ() -> None:
+    def table(value: Any, metric: float, column: str) -> DataProto:
+        return DataProto({column: torch.arange(2)}, meta={"m": value}, metrics={"x": Metric.max(metric)})
+
+    nan = float("nan")
+    for same in (lambda: torch.tensor([1.0, 2.0]), lambda: np.arange(3), lambda: float("nan")):
+        table(same(), nan, "a").union(table(same(), float("nan"), "b"))
+    for one, other in ((torch.tensor([1]), torch.tensor([2])), (torch.tensor([1]), 1), (np.arange(2), np.arange(3))):
+        with pytest.raises(ValueError, match="meta 'm' differs"):
+            table(one, 1.0, "a").union(table(other, 1.0, "b"))
+
+
+def test_the_column_that_does_not_fit_is_named() -> None:
+    parts = [DataProto({"a": torch.zeros(1, 2)}), DataProto({"a": torch.zeros(1, 3)}, row_ids=["x"])]
+    with pytest.raises(ValueError, match="column 'a'"):
+        DataProto.concat(parts)
+
+
+@pytest.mark.parametrize("kind", [Metric.max, Metric.min, Metric.sum])
+def test_a_figure_that_is_none_stays_so_in_any_order(kind: Any) -> None:
+    nan = float("nan")
+    assert all(math.isnan(a.merge(b).value) for a, b in ((kind(1.0), kind(nan)), (kind(nan), kind(1.0))))
