@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,8 @@ SHAPES = {"llama-1b": 120, "qwen2.5-0.5b": 120, "qwen2.5-1.5b": 120, "qwen2.5-7b
 """Models whose move from training to generation is measured on one GPU, with limits."""
 SPEED_MODEL = "qwen2.5-1.5b"
 WIDTH = 160
+STOPPING_SECONDS = 10
+"""Between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +127,19 @@ class _Running:
         self.stopped = False
 
     def end(self, signum: int, frame: FrameType | None) -> None:
-        """A handler of signals: end them all, start no more, and leave."""
+        """A handler of signals: tell them all to stop, start no more, and leave; who does not stop in time is ended."""
         self.stopped = True
+        self._send(signal.SIGTERM)
+        last = threading.Timer(STOPPING_SECONDS, self._send, (signal.SIGKILL,))
+        last.daemon = True
+        last.start()
+        sys.stderr.write(f"stopped by {signal.Signals(signum).name}\n")
+        sys.exit(128 + signum)
+
+    def _send(self, signum: int) -> None:
         for group in tuple(self.groups):
             with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
-        sys.exit(128 + signum)
+                os.killpg(group, signum)
 
 
 _running = _Running()
@@ -139,6 +149,17 @@ def end_parts_on_signals() -> None:
     """SIGINT and SIGTERM end this process with all its parts."""
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, _running.end)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Tell a part's group to stop, and end it where it does not; whatever a part leaves goes with it."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOPPING_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def run(part: Part, out: Path) -> Outcome:
@@ -157,9 +178,7 @@ def run(part: Part, out: Path) -> Outcome:
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _stop(process)
             _running.groups.discard(process.pid)
     lines = log.read_text(errors="replace").strip().splitlines()
     return Outcome(part.name, code, time.monotonic() - started, lines[-1][:WIDTH] if lines else "")

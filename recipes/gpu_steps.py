@@ -52,6 +52,8 @@ GENERATION = ("generate",)
 TRAINING = ("log_probs", "reference", "values", "update_critic", "update_actor")
 """Phases in which a model of the trainer works: passes forward and backward."""
 MICROBATCH, TOKENS_PER_MICROBATCH = "actor.tokens_per_microbatch", 16384
+MOST = 1 << 16
+"""Of prompts and tokens: they are written before a run looks at them."""
 WIDTH = 190
 
 
@@ -113,8 +115,8 @@ def write_prompts(path: Path, *, count: int, tokens: int, seed: int) -> None:
 
 def overrides(given: Mapping[str, str], folder: Path) -> list[str]:
     """What every run has in common. Errors: `ValueError` for what is no whole number."""
-    prompts, tokens = whole_number(given, "prompts", 256), whole_number(given, "tokens", 512)
-    length, seed = whole_number(given, "prompt", 128), whole_number(given, "seed", 1)
+    prompts, tokens = whole_number(given, "prompts", 256, most=MOST), whole_number(given, "tokens", 512, most=MOST)
+    length, seed = whole_number(given, "prompt", 128, most=MOST), whole_number(given, "seed", 1)
     data = folder / "prompts.jsonl"
     write_prompts(data, count=2 * prompts, tokens=length, seed=seed)
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,7 +20,8 @@ class Pool:
 
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number, ascending."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def nearest(legal: Sequence[int], value: int) -> list[int]:

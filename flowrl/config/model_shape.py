@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,19 @@ def read_model_shape(folder: str | Path) -> ModelShape:
         raise ValueError(
             f"model folder {folder} has no config.json; give a Hugging Face folder or builtin:tiny"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise ValueError(f"model folder {folder}: config.json cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{folder / 'config.json'} is not an object of settings, but {type(raw).__name__}")
     names = raw.get("architectures") or ["(none)"]
-    if names[0] not in ARCHITECTURES:
+    if not isinstance(names, list) or names[0] not in ARCHITECTURES:
+        names = names if isinstance(names, list) else [repr(names)]
         raise ValueError(f"architecture {names[0]} of {folder} is not known; known: {', '.join(ARCHITECTURES)}")
     try:
         shape = _shape(names[0], raw, folder)
+        _check_rope(shape, folder)
     except KeyError as missing:
         raise ValueError(f"{folder / 'config.json'} lacks {missing}, which {names[0]} needs") from None
     except TypeError as error:
@@ -122,26 +129,74 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     return shape
 
 
-_SIZES = (
-    "num_attention_heads",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-)
+class _Settings:
+    """`config.json` by field, with errors that name file and field. A field that is null counts as left out."""
+
+    def __init__(self, raw: dict[str, Any], folder: Path) -> None:
+        self._raw, self._file = raw, folder / "config.json"
+
+    def _wrong(self, name: str, wanted: str) -> ValueError:
+        return ValueError(f"{self._file}: {name}={self._raw[name]!r} is not {wanted}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Without a default the field must be there. Errors: `KeyError`, `ValueError`."""
+        if default is not None and self._raw.get(name) is None:
+            return default
+        if type(self._raw[name]) is not int or self._raw[name] < 1:
+            raise self._wrong(name, "an integer of at least 1")
+        return int(self._raw[name])
+
+    def flag(self, name: str) -> bool:
+        """False where it is left out. Error: `ValueError`."""
+        value = self._raw.get(name)
+        if not isinstance(value, (bool, type(None))):
+            raise self._wrong(name, "true or false")
+        return bool(value)
+
+    def number(self, name: str, default: float) -> float:
+        """Error: `ValueError`."""
+        value = self._raw.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self._wrong(name, "a number above 0")
+        return float(value)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Empty where it is left out. Error: `ValueError`."""
+        value = self._raw.get(name)
+        if not isinstance(value, (dict, type(None))):
+            raise self._wrong(name, "an object of settings")
+        return value or {}
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """One, a list of them, or none. Error: `ValueError`."""
+        value = self._raw.get(name)
+        found = [] if value is None else value if isinstance(value, list) else [value]
+        if any(type(token) is not int or token < 0 for token in found):
+            raise self._wrong(name, "an id, or a list of ids, from 0 on")
+        return tuple(found)
 
 
-def _check_sizes(raw: dict[str, Any], folder: Path) -> None:
-    for name in _SIZES:
-        if type(raw[name]) is not int or raw[name] < 1:
-            raise ValueError(f"{folder / 'config.json'}: {name}={raw[name]!r} is not an integer of at least 1")
+_ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def _check_rope(shape: ModelShape, folder: Path) -> None:
+    """Errors: `KeyError` for a number that is not there, `ValueError` for what is none."""
+    if shape.rope_scaling is not None:
+        settings = _Settings(shape.rope_scaling, folder)
+        for name in _ROPE_NUMBERS[shape.rope_scaling["rope_type"]]:
+            shape.rope_scaling[name]
+            settings.number(name, 1.0)
 
 
 def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
-    _check_sizes(raw, folder)
-    heads = int(raw["num_attention_heads"])
-    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    settings = _Settings(raw, folder)
+    heads = settings.integer("num_attention_heads")
+    kv_heads = settings.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ValueError(f"{folder}: {heads} attention heads are not a multiple of {kv_heads} key/value heads")
     if raw.get("hidden_act", "silu") != "silu":
@@ -153,32 +208,32 @@ def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
     qwen2 = architecture == "Qwen2ForCausalLM"
     if not qwen2 and raw.get("attention_bias"):
         raise ValueError(f"{folder}: attention_bias=true is supported for Qwen2 only")
-    rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or {key: value for key, value in rope.items() if key != "rope_theta"}
+    rope = settings.table("rope_parameters")
+    scaling = settings.table("rope_scaling") or {key: value for key, value in rope.items() if key != "rope_theta"}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"{folder}: RoPE scaling {kind!r} is not supported; supported: default, linear, llama3")
-    eos = raw.get("eos_token_id")
-    windowed = architecture in ("MistralForCausalLM", "MixtralForCausalLM") or raw.get("use_sliding_window")
-    window = raw.get("sliding_window") if windowed else None
+    windowed = architecture in ("MistralForCausalLM", "MixtralForCausalLM") or settings.flag("use_sliding_window")
+    window = settings.integer("sliding_window") if windowed and raw.get("sliding_window") is not None else None
+    hidden_size = settings.integer("hidden_size")
     return ModelShape(
         architecture=architecture,
-        num_layers=int(raw["num_hidden_layers"]),
-        hidden_size=int(raw["hidden_size"]),
-        ffn_size=int(raw["intermediate_size"]),
+        num_layers=settings.integer("num_hidden_layers"),
+        hidden_size=hidden_size,
+        ffn_size=settings.integer("intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
-        vocab_size=int(raw["vocab_size"]),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        head_dim=settings.integer("head_dim", max(1, hidden_size // heads)),
+        vocab_size=settings.integer("vocab_size"),
+        tied=settings.flag("tie_word_embeddings"),
+        norm_eps=settings.number("rms_norm_eps", 1e-6),
+        rope_theta=_Settings(rope, folder).number("rope_theta", settings.number("rope_theta", 10000.0)),
         rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind},
-        max_positions=int(raw["max_position_embeddings"]),
+        max_positions=settings.integer("max_position_embeddings"),
         qkv_bias=qwen2,
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         sliding_window=window,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        eos_token_ids=settings.ids("eos_token_id"),
         **(_experts(architecture, raw, folder) if architecture in MOE_ARCHITECTURES else {}),
     )
 
@@ -186,9 +241,10 @@ def _shape(architecture: str, raw: dict[str, Any], folder: Path) -> ModelShape:
 def _experts(architecture: str, raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The fields of a mixture of experts. Errors: `ValueError` for what would not be computed exactly."""
     # transformers 5 writes num_local_experts for both families.
-    count = raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]
+    settings = _Settings(raw, folder)
+    count = settings.integer("num_local_experts" if "num_local_experts" in raw else "num_experts")
     mixtral = architecture == "MixtralForCausalLM"
-    per_token, normalised = int(raw["num_experts_per_tok"]), bool(mixtral or raw.get("norm_topk_prob", False))
+    per_token, normalised = settings.integer("num_experts_per_tok"), mixtral or settings.flag("norm_topk_prob")
     refused = {
         "mlp_only_layers": raw.get("mlp_only_layers") or None,
         "decoder_sparse_step": None if raw.get("decoder_sparse_step", 1) == 1 else raw["decoder_sparse_step"],
@@ -202,7 +258,7 @@ def _experts(architecture: str, raw: dict[str, Any], folder: Path) -> dict[str, 
                 f"{folder}: {key}={value!r} is not supported; supported are mixtures whose every layer routes each token by "
                 "softmax to equal experts, without shared ones and without noise"
             )
-    if not 0 < per_token <= int(count):
+    if per_token > count:
         raise ValueError(f"{folder}: num_experts_per_tok={per_token} must be 1 to the {count} experts of a layer")
     if per_token == 1 and normalised:
         raise ValueError(
@@ -210,8 +266,8 @@ def _experts(architecture: str, raw: dict[str, Any], folder: Path) -> dict[str, 
             "gradient; it is not supported"
         )
     return {
-        "num_experts": int(count),
+        "num_experts": count,
         "experts_per_token": per_token,
-        "expert_ffn_size": int(raw["intermediate_size"] if mixtral else raw["moe_intermediate_size"]),
+        "expert_ffn_size": settings.integer("intermediate_size" if mixtral else "moe_intermediate_size"),
         "norm_topk_prob": normalised,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -13,6 +14,23 @@ def user_path(text: str | Path) -> Path:
     """
     path = Path(os.path.expanduser(text))
     return path if str(path).startswith("~") else path.absolute()
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is a file; what no file system takes as a name is none."""
+    return _is(Path.is_file, path)
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether there is a folder; what no file system takes as a name is none."""
+    return _is(Path.is_dir, path)
+
+
+def _is(kind: Callable[[Path], bool], path: str | Path) -> bool:
+    try:
+        return kind(user_path(path))
+    except (OSError, ValueError):
+        return False
 
 
 def run_lock(folder: Path) -> Path:

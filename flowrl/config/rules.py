@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,14 +13,17 @@ from flowrl.config.layout import nearest_divisors, nearest_multiples, words
 from flowrl.config.layout_rules import layout_problems
 from flowrl.config.machine import Machine
 from flowrl.config.model_code import custom_code
-from flowrl.config.paths import user_path
+from flowrl.config.paths import is_file, is_folder, user_path
 from flowrl.config.resolve import BUILTIN_DATA, Shapes, kv_bytes_per_sequence
 from flowrl.config.schema import AUTO, Config, OptimConfig
 from flowrl.config.tree import nearest, show
-from flowrl.config.units import all_devices, optimizer_steps, pool_of, pools
+from flowrl.config.units import all_devices, error_score, optimizer_steps, pool_of, pools
 
 MIN_CPUS_PER_DEVICE = 0.1
 SUFFIXES = (".jsonl", ".json", ".parquet")
+
+LEAST_REWARD_BYTES = 64 << 20
+"""Private memory of a Python process with numpy, about twice."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _data(config: Config, facts: Facts) -> Iterator[str]:
     for key in ("data.train_files", "data.eval_files"):
         for name in facts.values[key]:
             yield from _file(key, name)
-    if config.data.chat_template is not None and not user_path(config.data.chat_template).is_file():
+    if config.data.chat_template is not None and not is_file(config.data.chat_template):
         yield f"data.chat_template={config.data.chat_template} is not a file; give a file with a Jinja template, or null"
 
 
@@ -211,7 +212,7 @@ def _file(key: str, name: str) -> Iterator[str]:
             yield f"{key}: {name} is not of the form hf:NAME[:SPLIT]"
         elif importlib.util.find_spec("datasets") is None:
             yield f"{key}: {name} needs the package `datasets`, which is not installed (pip install 'flowrl[datasets]'); JSONL and Parquet files need nothing"
-    elif not user_path(name).is_file():
+    elif not is_file(name):
         yield f"{key}: {name} is not a file; give JSONL or Parquet files, hf:NAME[:SPLIT] or {BUILTIN_DATA}"
     elif not name.endswith(SUFFIXES):
         yield f"{key}: {name} is of no known kind; legal endings: {', '.join(SUFFIXES)}"
@@ -226,22 +227,16 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
         place, colon, name = function.rpartition(":")
         if not colon or not place or not name.isidentifier():
             yield f"reward.function={function} is not of the form package.module:name or path/to/file.py:name"
-        elif place.endswith(".py") and not user_path(place).is_file():
+        elif place.endswith(".py") and not is_file(place):
             yield f"reward.function={function}: there is no file {place}"
         elif not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
             yield f"reward.function={function}: {place} is neither a module name nor a file that ends in .py"
-    if not _legal_on_error(config.reward.on_error):
-        yield f"reward.on_error={config.reward.on_error} is not legal; legal: raise, or score:<number> as in score:0"
-
-
-def _legal_on_error(text: str) -> bool:
-    if text == "raise":
-        return True
-    word, _, number = text.partition(":")
     try:
-        return word == "score" and math.isfinite(float(number))
-    except ValueError:
-        return False
+        error_score(config.reward.on_error)
+    except ValueError as error:
+        yield f"reward.on_error={config.reward.on_error} is not legal; {error}"
+    if 0 < config.reward.memory_bytes < LEAST_REWARD_BYTES:
+        yield f"reward.memory_bytes={config.reward.memory_bytes} is less than a Python process takes; legal: 0 (no limit), or at least {LEAST_REWARD_BYTES}"
 
 
 def _trainer(config: Config, facts: Facts) -> Iterator[str]:
@@ -253,7 +248,7 @@ def _trainer(config: Config, facts: Facts) -> Iterator[str]:
         yield "trainer.loggers=[wandb] needs the package `wandb`, which is not installed (pip install 'flowrl[wandb]')"
     if config.trainer.eval_every and "trainer.eval_every" in facts.given and not config.data.eval_files:
         yield f"trainer.eval_every={config.trainer.eval_every} with data.eval_files=[]: there is nothing to evaluate on; give files or trainer.eval_every=0"
-    if config.trainer.resume not in ("auto", "never") and not os.path.isdir(user_path(config.trainer.resume)):
+    if config.trainer.resume not in ("auto", "never") and not is_folder(config.trainer.resume):
         yield f"trainer.resume={config.trainer.resume} is no folder; legal: auto, never, or the folder of a checkpoint (.../checkpoints/step_N)"
     folder = user_path(config.run.dir)
     if str(folder).startswith("~"):

@@ -18,6 +18,12 @@ T = TypeVar("T")
 SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
+LARGEST_NUMBER = 2**32 - 1
+"""Of whole numbers that are no budgets (bytes, tokens of a micro-batch); seeds go this far."""
+MOST_SECONDS = 1_000_000
+"""Of any time: eleven days. Timers of the operating system take twice as many, and no more."""
+
+
 class ConfigError(ValueError):
     """What a user asked for cannot be run; the message names every key concerned and what would be legal."""
 
@@ -117,7 +123,7 @@ def _knob(key: str, kind: Any, field: dataclasses.Field[Any], free: bool) -> Kno
         field.default,
         meta["doc"],
         meta["minimum"],
-        meta["maximum"],
+        MOST_SECONDS if meta["maximum"] is None and key.endswith("_seconds") else meta["maximum"],
         free or meta["free"],
     )
 
@@ -137,6 +143,8 @@ def checked(knob: Knob, value: Any) -> Any:
 
 def _scalar(knob: Knob, value: Any, given: Any) -> Any:
     if knob.scalar is float and type(value) is int:
+        if abs(value) > LARGEST_NUMBER:
+            raise ValueError(refusal(knob, given))
         return _scalar(knob, float(value), given)
     if type(value) is not knob.scalar:
         raise ValueError(refusal(knob, given))
@@ -148,6 +156,12 @@ def _scalar(knob: Knob, value: Any, given: Any) -> Any:
         above = knob.maximum is not None and value > knob.maximum
         if below or above or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(refusal(knob, given))
+        if (
+            isinstance(value, int)
+            and abs(value) > LARGEST_NUMBER
+            and not knob.key.endswith(("_bytes", "tokens_per_microbatch"))
+        ):
+            raise ValueError(f"{knob.key}={show(given)} is not legal; nothing is counted beyond {LARGEST_NUMBER}")
     return value
 
 

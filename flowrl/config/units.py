@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from flowrl.config.layout import Pool
@@ -9,6 +10,22 @@ from flowrl.config.schema import Config, TrainLayout
 
 APART = {"split": "critic", "standalone_rollout": "rollout"}
 """By placement, the role that has a pool of its own, which is called as the role."""
+
+
+LARGEST_SCORE = 3.4028234663852886e38
+"""Scores are float32."""
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+
+def error_score(on_error: str) -> float | None:
+    """The score of a row on which the reward function fails, or None where that ends the run. Error: `ValueError` saying what is
+    legal."""
+    if on_error == "raise":
+        return None
+    kind, _, number = on_error.partition(":")
+    if kind != "score" or not _NUMBER.fullmatch(number) or abs(float(number)) > LARGEST_SCORE:
+        raise ValueError(f"legal: raise, or score:<number> as in score:0, from {-LARGEST_SCORE:g} to {LARGEST_SCORE:g}")
+    return float(number)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,20 @@ def read_rows(files: Sequence[str]) -> list[PromptRow]:
             else:
                 wrong.append(f"{place}: {problem}")
     refuse(wrong, "rows are malformed")
+    taken = {row.prompt_id for row in rows if row.row.get("id") is not None}
+    rows = [row if row.row.get("id") is not None else _apart(row, taken) for row in rows]
     _check_unique(rows)
     if not rows:
         raise ConfigError(f"{', '.join(files)}: no rows")
     return rows
+
+
+def _apart(row: PromptRow, taken: Collection[str]) -> PromptRow:
+    """A row without an id of its own, with one that no other row was given."""
+    name = row.prompt_id
+    while name in taken:
+        name += "+"
+    return replace(row, prompt_id=name)
 
 
 def refuse(wrong: Sequence[str], what: str) -> None:
@@ -76,6 +86,8 @@ def _problem(raw: Any) -> str | None:
     given = raw.get("id")
     if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
         return f"id is {_kind(given)}; give text, an integer, or leave it out"
+    if isinstance(given, str) and (problem := _text_problem(given)):
+        return f"id: {problem}"
     if "prompt" not in raw:
         return f"there is no key 'prompt'; the row has {', '.join(sorted(map(str, raw))) or 'no keys'}"
     return _prompt_problem(raw["prompt"])
@@ -179,10 +191,25 @@ def _parquet(name: str, path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
     try:
-        rows = parquet.read_table(path).to_pylist()
+        table = parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{name} cannot be read as Parquet: {error}") from None
+    try:
+        rows = table.to_pylist()
+    except (ValueError, OverflowError, ImportError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"{name}: {_parquet_problem(table)}: {error}") from None
     yield from enumerate(rows, 1)
+
+
+def _parquet_problem(table: Any) -> str:
+    """The first column and row whose value Python cannot hold (text that is no UTF-8, a time beyond its calendar)."""
+    for column in table.column_names:
+        for number, value in enumerate(table.column(column), 1):
+            try:
+                value.as_py()
+            except Exception:
+                return f"row {number}: {column} has a value that cannot be read"
+    return "a value cannot be read"
 
 
 def _hub(name: str) -> Iterator[tuple[int, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from flowrl.config.paths import user_path
+from flowrl.config.paths import is_folder, user_path
 from flowrl.config.tree import ConfigError
 
 log = logging.getLogger(__name__)
@@ -88,19 +88,22 @@ def load_tokenizer(folder: str | Path, chat_template: str | None = None, trust_r
     the latter. Error: `ConfigError` naming the folder.
     """
     folder = user_path(folder)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise ConfigError(f"model.path={folder} is not a folder")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"model.path={folder}: its tokenizer cannot be loaded: {error}") from None
+    except Exception as error:
+        # Whatever transformers stumbles over in files of the wrong kind: the reason is theirs, the folder is the user's.
+        raise ConfigError(
+            f"model.path={folder}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
+        ) from None
     if chat_template is not None:
         tokenizer.chat_template = _template(chat_template)
-    sources = {"tokenizer": _ids(tokenizer.eos_token_id)}
+    sources = {"tokenizer": _ids(tokenizer.eos_token_id, f"the tokenizer of {folder}")}
     for name in ("config.json", "generation_config.json"):
-        sources[name] = _ids(_json(folder / name).get("eos_token_id"))
+        sources[name] = _ids(_json(folder / name).get("eos_token_id"), str(folder / name))
     stops = sorted({token for ids in sources.values() for token in ids})
     log.info(
         "a response ends with one of the ids %s (%s)",
@@ -128,17 +131,22 @@ def _template(name: str) -> str:
     return text
 
 
-def _ids(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(token) for token in value] if isinstance(value, list) else [int(value)]
+def _ids(value: Any, source: str) -> list[int]:
+    """Error: `ConfigError` for what is no id and no list of ids."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token in ids:
+        if type(token) is not int or token < 0:
+            raise ConfigError(f"{source}: eos_token_id={value!r} is not an id, or a list of ids, from 0 on")
+    return ids
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     return content if isinstance(content, dict) else {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrl.config.model_shape import ModelShape, read_model_shape
-from flowrl.config.paths import user_path
+from flowrl.config.paths import is_folder
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,6 @@ def planned_shape(model: str) -> ModelShape:
     """The shape called `model`, or of the Hugging Face folder `model`. Errors: `ValueError` listing the names."""
     if model in SHAPES:
         return SHAPES[model]
-    if not user_path(model).is_dir():
+    if not is_folder(model):
         raise ValueError(f"model={model} is neither a folder nor a named shape; named are: {', '.join(SHAPES)}")
     return read_model_shape(model)

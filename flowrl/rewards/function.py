@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flowrl.config.paths import user_path
+from flowrl.config.paths import is_file, user_path
 
 SIGNATURE = "f(prompt: str, response: str, row: dict) -> float | dict with key 'score'"
 BATCHED_SIGNATURE = "@batched f(prompts: list, responses: list, rows: list) -> list of the same length"
@@ -137,7 +137,7 @@ def _shown(value: Any) -> str:
 
 def _load_file(path: Path) -> ModuleType:
     path = path.absolute()
-    if not path.is_file():
+    if not is_file(path):
         raise ValueError(f"there is no file {path}")
     # A package-like name of its own, so that a file called `json.py` does not become the module `json`.
     name = f"_reward_file_{path.stem}"

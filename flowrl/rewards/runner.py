@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from flowrl.config.schema import RewardConfig
 from flowrl.config.tree import ConfigError
+from flowrl.config.units import error_score
 from flowrl.protocol import Metric
 from flowrl.rewards.function import Graded
 from flowrl.rewards.process import Answer, Call, Ready, Unusable
@@ -242,16 +243,10 @@ class _Tally:
 
 def _error_score(on_error: str) -> float | None:
     """The score of a row that fails, or None where that ends the run."""
-    if on_error == "raise":
-        return None
-    kind, _, number = on_error.partition(":")
     try:
-        score = float(number) if kind == "score" else np.nan
-    except ValueError:
-        score = np.nan
-    if not np.isfinite(score):
-        raise ConfigError(f"reward.on_error={on_error} is not legal; legal: raise, or score:<number> as in score:0")
-    return score
+        return error_score(on_error)
+    except ValueError as error:
+        raise ConfigError(f"reward.on_error={on_error} is not legal; {error}") from None
 
 
 def _prompt_text(row: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from flowrl.workers.environment import process_environment
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 WIDTH = 190
+MOST_TOKENS = 1 << 24
 COMMON = {
     "model": "a named shape (random weights are written for it) or a Hugging Face folder",
     "repeat": "timed repetitions (train: 10, generate: 3)",
@@ -131,6 +132,11 @@ def parse_settings(command: str, given: Mapping[str, str], shape: ModelShape, de
             "memory_fraction": whole_number(given, "memory", 40, most=48) / 100,
         }
     _check_memory(command, given["model"], shape, settings)
+    at_once = settings["tokens"] * settings.get("rows", 1) * settings.get("microbatches", 1)
+    if at_once > MOST_TOKENS:
+        raise ValueError(
+            f"rows x tokens x microbatches = {at_once} tokens in an update; at most {MOST_TOKENS} are measured"
+        )
     longest = settings.get("prompt", 0) + settings["tokens"]
     if not 2 <= longest <= shape.max_positions:
         raise ValueError(f"a row of {longest} tokens: model={given['model']} has 2 to {shape.max_positions} positions")

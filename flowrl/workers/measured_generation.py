@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flowrl.config.model_shape import ModelShape
+from flowrl.resharding.measure.processes import end_with_the_parent
 from flowrl.workers.environment import process_environment
 
 PLAIN, OWN, BARE = "vllm", "flowrl", "vllm, no seeds, no log-probs"
@@ -129,6 +130,8 @@ def _process(job: GenerationJob, serve: Callable[[Connection, GenerationJob], No
 
 
 def _main(pipe: Connection, serve: Callable[[Connection, GenerationJob], None], job: GenerationJob) -> None:
+    # It looks at the pipe between generations only.
+    end_with_the_parent()
     os.environ.update(process_environment(job.device, 1))
     try:
         serve(pipe, job)

@@ -25,8 +25,13 @@ class RankFailed(RuntimeError):
     """A rank's function raised, or its process died."""
 
 
-def _end_with_the_parent() -> None:
-    """However the parent ends, also when it could not say so: a rank would wait for the others until its time is up."""
+def end_with_the_parent() -> None:
+    """Start watching: this process ends with its parent, however that ends, also when it could not say so. A rank would wait
+    for the others until its time is up."""
+    threading.Thread(target=_watch_the_parent, daemon=True).start()
+
+
+def _watch_the_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -36,7 +41,7 @@ def _end_with_the_parent() -> None:
 def _main(rank: int, world: int, store: str, backend: str, work: bytes, out: Any) -> None:
     # The parent ends its ranks; a terminal's Ctrl-C reaches them too, and would make each of them print where it was.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    end_with_the_parent()
     import torch
     import torch.distributed as dist
 
@@ -82,8 +87,9 @@ def _signals_later() -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    for signum in noted:
-        signal.raise_signal(signum)
+        # Also where the block failed: what the same signal ended elsewhere is why.
+        for signum in noted:
+            signal.raise_signal(signum)
 
 
 def run_ranks(world: int, backend: str, preload: Sequence[str], function: str, *arguments: Any) -> list[Any]:
