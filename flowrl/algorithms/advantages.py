@@ -66,7 +66,8 @@ def group_relative(scores: torch.Tensor, groups: Sequence[str], normalize_std: b
     [1.5, -0.5, -0.5, -0.5]. Groups are told apart by id, never by position, and may differ in size. A group whose scores
     are all equal, a group of one among them, gives exactly 0.
     Source: Shao et al. 2024, section 4.1.2; without division Liu et al. 2025, section 3.2.
-    Errors: `ValueError` for different lengths and for a score that is not finite (naming row and group).
+    Errors: `ValueError` for different lengths, for a score that is not finite (naming row and group), and for scores so far apart
+    that their difference is not.
     """
     advantages = torch.zeros(scores.shape[0], dtype=torch.float64, device=scores.device)
     for indices in _groups(scores, groups):
@@ -75,7 +76,7 @@ def group_relative(scores: torch.Tensor, groups: Sequence[str], normalize_std: b
             continue
         centred = members - members.mean()
         advantages[indices] = centred / (members.std() + eps) if normalize_std else centred
-    return advantages.to(torch.float32)
+    return _in_float32(advantages, scores)
 
 
 def leave_one_out(scores: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
@@ -89,7 +90,16 @@ def leave_one_out(scores: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
         members = scores[indices].double()
         if not _is_flat(members):
             advantages[indices] = (members - members.mean()) * (len(indices) / (len(indices) - 1))
-    return advantages.to(torch.float32)
+    return _in_float32(advantages, scores)
+
+
+def _in_float32(advantages: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Error: `ValueError` where a difference of scores is beyond float32."""
+    found = advantages.to(torch.float32)
+    if not bool(torch.isfinite(found).all()):
+        least, most = float(scores.min()), float(scores.max())
+        raise ValueError(f"scores from {least:g} to {most:g} differ by more than float32 holds; scale the rewards down")
+    return found
 
 
 def flat_group_fraction(scores: torch.Tensor, groups: Sequence[str]) -> float:

@@ -128,3 +128,11 @@ def test_a_score_that_is_not_finite_is_refused_by_row_and_group() -> None:
         group_relative(torch.tensor([0.0, 1.0, float("nan")]), ["p", "p", "q"], True, 1e-6)
     with pytest.raises(ValueError, match="2 scores but 3 group ids"):
         group_relative(torch.zeros(2), ["p", "p", "q"], True, 1e-6)
+
+
+def test_scores_further_apart_than_float32_are_refused() -> None:
+    scores = torch.tensor([3.4e38, 3.4e38, 3.4e38, -3.4e38])
+    for estimate in (lambda: group_relative(scores, ["a"] * 4, False, 1e-6), lambda: leave_one_out(scores, ["a"] * 4)):
+        with pytest.raises(ValueError, match="scale the rewards down"):
+            estimate()
+    assert torch.isfinite(group_relative(scores, ["a"] * 4, True, 1e-6)).all()

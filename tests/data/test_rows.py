@@ -150,3 +150,25 @@ def test_built_in_rows() -> None:
     train, held_out = read_rows(["builtin:arithmetic"]), read_rows(["builtin:arithmetic/eval"])
     assert len(train) > 64 and not {row.prompt for row in train} & {row.prompt for row in held_out}
     assert "legal: builtin:arithmetic" in refusal("builtin:poetry")
+
+
+def test_an_id_that_is_no_text_is_refused(write: Write) -> None:
+    assert "id: character 1 is half of a surrogate pair" in refusal(write('{"prompt": "a", "id": "\\ud8000"}\n'))
+
+
+def test_a_row_without_id_makes_way_for_one_that_was_given(write: Write) -> None:
+    rows = read_rows([write('{"prompt": "a", "id": "0:2"}\n{"prompt": "b"}\n{"prompt": "c", "id": "0:2+"}\n')])
+    ids = [row.prompt_id for row in rows]
+    assert ids == ["0:2", "0:2++", "0:2+"]
+
+
+def test_a_value_that_python_cannot_hold_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    text = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"a\xff")]
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x", "y"], "answer": text}), path)
+    assert f"{path}: row 2: answer has a value that cannot be read" in refusal(str(path))
+    times = pyarrow.array([0, 2**62], pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x", "y"], "when": times}), path)
+    assert f"{path}: row 2: when has a value that cannot be read" in refusal(str(path))

@@ -117,3 +117,28 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path: Path, make_folder: Ma
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match="generation_config.json is not JSON"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("eos", ["x", ["x"], {}, [[1]], [None], -1, [2, -1], True])
+def test_stop_ids_that_are_none_are_named(make_folder: MakeFolder, eos: object) -> None:
+    with pytest.raises(ConfigError, match="generation_config.json: eos_token_id=.* is not an id"):
+        load_tokenizer(make_folder(generation_eos=eos))
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"added_tokens": 5}', "[" * 100000])
+def test_tokenizer_files_of_another_kind_name_the_folder(make_folder: MakeFolder, content: str) -> None:
+    folder = make_folder()
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match="its tokenizer cannot be loaded"):
+        load_tokenizer(folder)
+
+
+def test_a_generation_config_that_cannot_be_read_is_named(make_folder: MakeFolder) -> None:
+    folder, deep = make_folder("folder"), make_folder("deep")
+    for one in (folder, deep):
+        (one / "generation_config.json").unlink(missing_ok=True)
+    (folder / "generation_config.json").mkdir()
+    (deep / "generation_config.json").write_text("[" * 100000)
+    for one, message in ((folder, "cannot be read"), (deep, "is not JSON")):
+        with pytest.raises(ConfigError, match=f"generation_config.json {message}"):
+            load_tokenizer(one)
