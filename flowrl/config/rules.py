@@ -256,6 +256,9 @@ def _trainer(config: Config, facts: Facts) -> Iterator[str]:
     try:
         if folder.exists() and not folder.is_dir():
             yield f"run.dir={config.run.dir} is a file; give a folder"
+        above = [each for each in folder.parents if each.exists() and not each.is_dir()]
+        if above:
+            yield f"run.dir={config.run.dir} lies below {above[0]}, which is a file; give a folder that can be written"
         if not folder.resolve().name:
             yield f"run.dir={config.run.dir} is the root of the file system, beside which nothing can lie; give a folder below it"
     except OSError as error:

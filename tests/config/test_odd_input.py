@@ -46,6 +46,12 @@ def test_one_message_names_the_key(word: str, message: str) -> None:
     assert message in str(caught.value) and word.partition("=")[0] in str(caught.value)
 
 
+def test_a_run_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run.dir=.* lies below .*file, which is a file"):
+        compose_all([f"run.dir={tmp_path / 'file' / 'x' / 'y'}"])
+
+
 def test_the_largest_numbers_that_are_legal_take_no_time() -> None:
     with pytest.raises(ConfigError, match="cannot be cut into mini-batches"):
         compose_all(["data.prompts_per_step=4294967291"])
