@@ -161,7 +161,7 @@ def _scalar(knob: Knob, value: Any, given: Any) -> Any:
             and abs(value) > LARGEST_NUMBER
             and not knob.key.endswith(("_bytes", "tokens_per_microbatch"))
         ):
-            raise ValueError(f"{knob.key}={show(given)} is not legal; nothing is counted beyond {LARGEST_NUMBER}")
+            raise ValueError(f"{refusal(knob, given)}, at most {LARGEST_NUMBER}")
     return value
 
 

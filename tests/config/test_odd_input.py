@@ -24,8 +24,8 @@ LONG = "/" + "x" * 300
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("data.prompts_per_step=999999999999", "nothing is counted beyond"),
-        ("trainer.total_steps=9223372036854775807", "nothing is counted beyond"),
+        ("data.prompts_per_step=999999999999", "at most 4294967295"),
+        ("trainer.total_steps=9223372036854775807", "at most 4294967295"),
         ("trainer.grace_seconds=1" + "0" * 400, "is not legal"),
         ("algorithm.gamma=1" + "0" * 400, "is not legal"),
         ("reward.timeout_seconds=3000000", "from 0.01 to 1e+06"),
