@@ -152,11 +152,12 @@ def end_parts_on_signals() -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Tell a part's group to stop, and end it where it does not; whatever a part leaves goes with it."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOPPING_SECONDS)
+    """Tell the group of a part that still runs to stop, and end what of it does not."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOPPING_SECONDS)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
