@@ -36,11 +36,17 @@ logger = logging.getLogger("flowrl")
 PROCESS = "process"
 """Stands for the role in calls that belong to a pool itself."""
 _DEATH_GRACE_SECONDS = 1.0
+_LOST_PEER_SECONDS = 20.0
+"""Ray tells the end of a process within moments, and that of a whole node after up to 15 s."""
 _POLL_SECONDS = 1.0
 _SHOWN_RANKS = 8
 # gloo's words, the store's, and those that NCCL's watchdog leaves in the log of a process that it ends.
 _COLLECTIVE_TIMEOUT = re.compile(
     r"Timed out waiting \d+ms|wait timeout after \d+ms|Timeout waiting for key|Watchdog caught collective operation timeout"
+)
+# gloo's words for a peer whose connection ended, and NCCL's.
+_LOST_PEER = re.compile(
+    r"gloo/transport.*(?:Connection (?:reset|closed) by peer|Broken pipe)|ncclRemoteError|NCCL error: remote process exited"
 )
 _DEATHS = (ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 
@@ -268,23 +274,36 @@ class Calls:
             self._spans.append(call.span())
 
     def _raised(self, pool: ResourcePool, rank: int, call: Call, error: RayError) -> None:
-        # When a peer dies, the survivors' collectives raise before the death is known here. Name the dead one.
-        deadline = time.monotonic() + _DEATH_GRACE_SECONDS
+        text = _readable(str(error))
+        lost_peer = _LOST_PEER.search(text) is not None
+        self._name_the_dead(pool, rank, lost_peer)
+        if _COLLECTIVE_TIMEOUT.search(text):
+            self._collective_timed_out(rank, call, text)
+        cause = next((line for line in reversed(text.strip().splitlines()) if line.strip()), "unknown error").strip()
+        if lost_peer:
+            cause += f" (no process of the run was seen to end within {_LOST_PEER_SECONDS:.0f} s)"
+        self._fail(pool, rank, call, cause, text)
+
+    def _name_the_dead(self, pool: ResourcePool, rank: int, lost_peer: bool) -> None:
+        """When a process dies, the collectives of its peers raise before the death is known here: looks for one among those
+        that `rank`, which raised, may have met. lost_peer: its error says that one is gone, so that Ray is given time to
+        tell, and a node where nothing answers is as good as told. Errors: WorkerError of the one that died."""
+        deadline = time.monotonic() + (_LOST_PEER_SECONDS if lost_peer else _DEATH_GRACE_SECONDS)
         watched = {
             ref: (each, other)
             for each in {pool, *(other.pool for other in self._outstanding)}
             for other, ref in each.watch_refs().items()
             if (each, other) != (pool, rank)
         }
+        nodes = {each.process(other).node: (each, other) for each, other in watched.values()} if lost_peer else {}
         while watched and time.monotonic() < deadline:
             ready, _ = ray.wait(list(watched), num_returns=1, timeout=0.1, fetch_local=False)
             for ref in ready:
                 self._take(ref, *watched[ref], None)
-        text = _readable(str(error))
-        if _COLLECTIVE_TIMEOUT.search(text):
-            self._collective_timed_out(rank, call, text)
-        cause = next((line for line in reversed(text.strip().splitlines()) if line.strip()), "unknown error")
-        self._fail(pool, rank, call, cause.strip(), text)
+            for node, (each, other) in nodes.items():
+                if self.nodes.gone(node):
+                    cause = f"Ray on node {node} is gone, and with it its processes (the node, or all of it killed)"
+                    self._fail(each, other, self._unanswered(each, other), cause, "")
 
     def _died(self, pool: ResourcePool, rank: int, call: Call | None, error: RayError) -> None:
         self.check_ray(look=True)

@@ -74,6 +74,10 @@ class RayOnHosts:
             if "flowrl" in command or command.startswith("ray::Process")
         ]
 
+    def control_store(self) -> int:
+        """Pid of Ray's GCS, as this machine has it."""
+        return next(pid for pid, command in self.head.processes().items() if "gcs_server" in command.split()[0])
+
     def workers(self) -> dict[str, list[int]]:
         """Pids of worker processes by host, as this machine has them."""
         found = {
