@@ -38,12 +38,18 @@ class Facts:
     @property
     def joins(self) -> bool:
         """Whether the run joins a Ray cluster, so that this machine's devices are not the ones that count."""
-        return self.values["cluster.address"] is not None or self.machine.ray_address is not None
+        return self.address not in (None, "local")
+
+    @property
+    def address(self) -> str | None:
+        """Of the Ray cluster that the run is told to use."""
+        address: str | None = self.values["cluster.address"] or self.machine.ray_address
+        return address
 
 
 def problems(config: Config, facts: Facts) -> list[str]:
     """Everything that is wrong with a resolved configuration; empty when it can run."""
-    groups = (_unbuilt, _machine, _model_code, _model, _batches, _schedule, _context, _data, _reward, _trainer)
+    groups = (_unbuilt, _address, _machine, _model_code, _model, _batches, _schedule, _context, _data, _reward, _trainer)
     found = [problem for group in groups for problem in group(config, facts)]
     return [*found, *layout_problems(config, facts.shapes), *without_effect(config, facts.given)]
 
@@ -53,6 +59,15 @@ def _unbuilt(config: Config, facts: Facts) -> Iterator[str]:
         key = f"{role}.layout.cp"
         if facts.values[key] > 1 and (role == "actor" or key in facts.given):
             yield f"{key}={facts.values[key]}: context parallelism is not built yet; legal: 1"
+
+
+def _address(config: Config, facts: Facts) -> Iterator[str]:
+    if facts.address in (None, "local", "auto"):
+        return
+    host, _, port = facts.address.rpartition(":")
+    if not host.strip(":") or "/" in host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+        key = "cluster.address" if config.cluster.address else "RAY_ADDRESS"
+        yield f"{key}={facts.address!r} is no address of a Ray cluster; legal: host:port of its head (ports 1 to 65535), auto or local"
 
 
 def _machine(config: Config, facts: Facts) -> Iterator[str]:

@@ -161,7 +161,8 @@ def _import(load: Callable[[], object], place: str) -> None:
     try:
         load()
     except SyntaxError as error:
-        raise ValueError(f"{error.filename}, line {error.lineno}: syntax error: {error.msg}") from None
+        line = "" if error.lineno is None else f", line {error.lineno}"
+        raise ValueError(f"{error.filename or place}{line}: syntax error: {error.msg}") from None
     except ModuleNotFoundError as error:
         searched = ", ".join(dict.fromkeys(entry for entry in sys.path if not entry.endswith((".zip", "lib-dynload"))))
         raise ValueError(f"{place} needs module {error.name!r}, which is not found in: {searched}") from None

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -30,6 +31,7 @@ from flowrl.single_controller.health import JoinedRay, OwnRay, RayWatch
 from flowrl.single_controller.placement import NodeResources
 from flowrl.single_controller.ray_private import (
     confined,
+    control_store_answers,
     ended_processes,
     forget_token,
     free_resources,
@@ -218,6 +220,8 @@ class Cluster:
         problem = None
         if self._ray_watch is not None:
             problem = self._ray_watch.problem(look=True)
+            if problem is None and ray.is_initialized() and not control_store_answers():
+                problem = "Ray's GCS hangs"
             self._ray_watch.close()
             self.calls.nodes.close()
         for pool in list(self._pools.values()):
@@ -307,8 +311,8 @@ def default_object_store_bytes() -> int:
 def _check_reachable(address: str) -> None:
     # Ray itself retries a dead address for a minute.
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"cluster.address={address!r} is not host:port, auto or local")
+    if not host.strip(":") or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"cluster.address={address!r} is not host:port, auto or local; ports are 1 to 65535")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:

@@ -21,6 +21,7 @@ from flowrl.single_controller.calls import PROCESS
 from flowrl.single_controller.failures import ClusterError, ProcessInfo, WorkerError
 from flowrl.single_controller.placement import bundle_for, shortfall
 from flowrl.single_controller.process import Answer, Process, ProcessSpec
+from flowrl.single_controller.ray_private import control_store_answers
 from flowrl.single_controller.stacks import Stack
 
 if TYPE_CHECKING:
@@ -269,7 +270,8 @@ class ResourcePool:
             ray.kill(process, no_restart=True)
         self._watch = {}
         if self._group is not None:
-            remove_placement_group(self._group)
+            if control_store_answers():
+                remove_placement_group(self._group)
             self._group = None
 
     def __enter__(self) -> ResourcePool:

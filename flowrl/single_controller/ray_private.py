@@ -17,8 +17,10 @@ import ray._private.ray_constants
 import ray._private.state
 import ray._private.worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray.exceptions import RayError
 
 logger = logging.getLogger("flowrl.ray")
+_ANSWER_SECONDS = 10
 _AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -44,6 +46,16 @@ def raylet_address(node_id: str) -> tuple[str, int]:
     """Host and port of the raylet of a node."""
     node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
     return node["NodeManagerAddress"], int(node["NodeManagerPort"])
+
+
+def control_store_answers() -> bool:
+    """Whether Ray's GCS answers a question within `_ANSWER_SECONDS`. One that hangs takes connections still, and some of Ray's
+    calls wait for it without a limit (`ray.shutdown`) or for a minute."""
+    try:
+        ray._private.worker.global_worker.gcs_client.internal_kv_exists(b"flowrl", None, timeout=_ANSWER_SECONDS)
+    except RayError:
+        return False
+    return True
 
 
 def leave_lost_ray() -> None:

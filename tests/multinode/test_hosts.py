@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,20 +113,18 @@ def test_a_host_whose_processes_are_killed_ends_the_run_with_its_name(pair: RayO
     assert run.code == 1 and run.left_behind == () and names(run, lost), run.err
 
 
-def test_a_host_is_named_before_ray_tells_of_its_loss(pair: RayOnHosts, tmp_path: Path) -> None:
-    """The survivor's collective raises at once; a GCS with much to do tells of the loss later, here after 8 s."""
+def test_a_host_is_named_by_a_ray_that_hangs(pair: RayOnHosts, tmp_path: Path) -> None:
+    """The survivor's collective raises at once; the GCS, which has stopped, neither tells of the loss nor answers what is
+    asked of it to end the run."""
     lost, store = pair.others[0], pair.control_store()
-    goes_on = threading.Timer(8, os.kill, (store, signal.SIGCONT))
 
     def kill() -> None:
         os.kill(store, signal.SIGSTOP)
-        goes_on.start()
         lost.kill()
 
     run = lose(pair, kill, tmp_path / "run")
-    goes_on.join()
     assert run.code == 1 and run.left_behind == () and names(run, lost), run.err
-    assert f"Ray on node {lost.address} is gone" in run.err
+    assert f"Ray on node {lost.address} is gone" in run.err.splitlines()[-1]
 
 
 def test_a_host_that_is_cut_off_ends_the_run_with_its_name(pair: RayOnHosts, tmp_path: Path) -> None:

@@ -111,6 +111,20 @@ def test_a_ray_that_is_gone_ends_the_driver_with_its_name_and_leaves_nothing(pro
     assert not marked_processes(mark)
 
 
+@pytest.mark.slow
+def test_a_ray_that_hangs_while_the_driver_ends_does_not_hold_it():
+    """Its GCS lives and answers nothing: some of the requests that end a run wait for it without a limit."""
+    mark = new_mark()
+    driver = start_driver("hang", mark, RAY_ADDRESS="")
+    _, errors = driver.communicate(timeout=120)
+    assert driver.returncode == 1
+    assert errors.splitlines()[-1] == "ValueError: the driver fails"
+    deadline = time.monotonic() + 60
+    while marked_processes(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not marked_processes(mark)
+
+
 @pytest.fixture(scope="module")
 def started_ray():
     """Address of a Ray that somebody else has started, which anybody on this machine may join."""
@@ -240,4 +254,5 @@ def test_ray_private_parts_are_what_they_were(cluster: Cluster):
     assert set(ray_private.free_resources()) == {n.node_id for n in cluster.nodes()} and "CPU" in node.free
     assert not ray_private.ended_processes() and ray_private.raylet_address(node.node_id)[0] == node.address
     assert ray_private.serialized_bytes(bytes(100_000)) >= 100_000
+    assert ray_private.control_store_answers()
     ray_private.keep_ray_off_the_console()
