@@ -49,7 +49,19 @@ class Facts:
 
 def problems(config: Config, facts: Facts) -> list[str]:
     """Everything that is wrong with a resolved configuration; empty when it can run."""
-    groups = (_unbuilt, _address, _machine, _model_code, _model, _batches, _schedule, _context, _data, _reward, _trainer)
+    groups = (
+        _unbuilt,
+        _address,
+        _machine,
+        _model_code,
+        _model,
+        _batches,
+        _schedule,
+        _context,
+        _data,
+        _reward,
+        _trainer,
+    )
     found = [problem for group in groups for problem in group(config, facts)]
     return [*found, *layout_problems(config, facts.shapes), *without_effect(config, facts.given)]
 

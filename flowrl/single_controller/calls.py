@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,15 @@ from ray.exceptions import (
 )
 
 from flowrl.single_controller.device_memory import DeviceMemory
-from flowrl.single_controller.failures import ClusterError, WorkerError, death_cause, log_tail
+from flowrl.single_controller.failures import (
+    COLLECTIVE_TIMEOUT,
+    LOST_PEER,
+    ClusterError,
+    WorkerError,
+    death_cause,
+    log_tail,
+    readable,
+)
 from flowrl.single_controller.health import RayWatch
 from flowrl.single_controller.host_memory import ResidentSizes, oom_kills
 from flowrl.single_controller.node_watch import ROUND_SECONDS, SILENT_ROUNDS, NodeWatch
@@ -38,16 +45,9 @@ PROCESS = "process"
 _DEATH_GRACE_SECONDS = 1.0
 _LOST_PEER_SECONDS = 20.0
 """Ray tells the end of a process within moments, and that of a whole node after up to 15 s."""
+_GONE_TRIES = 3
 _POLL_SECONDS = 1.0
 _SHOWN_RANKS = 8
-# gloo's words, the store's, and those that NCCL's watchdog leaves in the log of a process that it ends.
-_COLLECTIVE_TIMEOUT = re.compile(
-    r"Timed out waiting \d+ms|wait timeout after \d+ms|Timeout waiting for key|Watchdog caught collective operation timeout"
-)
-# gloo's words for a peer whose connection ended, and NCCL's.
-_LOST_PEER = re.compile(
-    r"gloo/transport.*(?:Connection (?:reset|closed) by peer|Broken pipe)|ncclRemoteError|NCCL error: remote process exited"
-)
 _DEATHS = (ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 
 
@@ -234,8 +234,8 @@ class Calls:
         try:
             answers = ray.get(ready)
         except RayError:
-            # One of them failed: take them one by one to learn which.
-            for ref in ready:
+            # One of them failed: take them one by one, those first that may be a cause of the others.
+            for ref in sorted(ready, key=lambda ref: self._innocent(ref, *owners[ref][:2])):
                 self._take(ref, *owners[ref])
             return
         for ref, answer in zip(ready, answers, strict=True):
@@ -274,43 +274,66 @@ class Calls:
             self._spans.append(call.span())
 
     def _raised(self, pool: ResourcePool, rank: int, call: Call, error: RayError) -> None:
-        text = _readable(str(error))
-        lost_peer = _LOST_PEER.search(text) is not None
-        self._name_the_dead(pool, rank, lost_peer)
-        if _COLLECTIVE_TIMEOUT.search(text):
+        text = readable(str(error))
+        lost_peer = bool(LOST_PEER.search(text))
+        self._name_the_cause(pool, rank, lost_peer)
+        if COLLECTIVE_TIMEOUT.search(text):
             self._collective_timed_out(rank, call, text)
         cause = next((line for line in reversed(text.strip().splitlines()) if line.strip()), "unknown error").strip()
         if lost_peer:
             cause += f" (no process of the run was seen to end within {_LOST_PEER_SECONDS:.0f} s)"
         self._fail(pool, rank, call, cause, text)
 
-    def _name_the_dead(self, pool: ResourcePool, rank: int, lost_peer: bool) -> None:
+    def _innocent(self, ref: Any, pool: ResourcePool, rank: int) -> bool:
+        """Whether this rank has answered, or failed because a peer is gone."""
+        try:
+            ray.get(ref)
+        except RayError as error:
+            lines = log_tail(pool.process(rank)) if isinstance(error, _DEATHS) else [str(error)]
+            return any(LOST_PEER.search(line) for line in lines)
+        return True
+
+    def _name_the_cause(self, pool: ResourcePool, rank: int, lost_peer: bool) -> None:
         """When a process dies, the collectives of its peers raise before the death is known here: looks for one among those
-        that `rank`, which raised, may have met. lost_peer: its error says that one is gone, so that Ray is given time to
-        tell, and a node where nothing answers is as good as told. Errors: WorkerError of the one that died."""
+        that `rank`, which failed, may have met. lost_peer: it says itself that one is gone. Then Ray is given time to tell,
+        a node where nothing answers is as good as told, and what another rank raises may be why it left. Errors: WorkerError
+        of the one that failed first."""
+        pools = [pool, *(each for each in {other.pool for other in self._outstanding} if each is not pool)]
+        watched: dict[Any, tuple[ResourcePool, int, Call | None]]
+        watched = {ref: (each, other, None) for each in pools for other, ref in each.watch_refs().items()}
+        if lost_peer:
+            watched |= {ref: (c.pool, other, c) for c in self._running() for other, ref in c.refs.items()}
+        watched = {ref: who for ref, who in watched.items() if who[:2] != (pool, rank)}
         deadline = time.monotonic() + (_LOST_PEER_SECONDS if lost_peer else _DEATH_GRACE_SECONDS)
-        watched = {
-            ref: (each, other)
-            for each in {pool, *(other.pool for other in self._outstanding)}
-            for other, ref in each.watch_refs().items()
-            if (each, other) != (pool, rank)
-        }
-        nodes = {each.process(other).node: (each, other) for each, other in watched.values()} if lost_peer else {}
         while watched and time.monotonic() < deadline:
             ready, _ = ray.wait(list(watched), num_returns=1, timeout=0.1, fetch_local=False)
             for ref in ready:
-                self._take(ref, *watched[ref], None)
-            for node, (each, other) in nodes.items():
-                if self.nodes.gone(node):
-                    cause = f"Ray on node {node} is gone, and with it its processes (the node, or all of it killed)"
-                    self._fail(each, other, self._unanswered(each, other), cause, "")
+                each, other, call = watched.pop(ref)
+                if not self._innocent(ref, each, other):
+                    self._take(ref, each, other, call)
+            self.check_ray()
+            if lost_peer:
+                self._name_a_lost_node([who[:2] for who in watched.values()])
+
+    def _name_a_lost_node(self, processes: Sequence[tuple[ResourcePool, int]]) -> None:
+        """Errors: WorkerError of the first of these processes whose node is gone, one with a call under way first."""
+        first: dict[str, tuple[ResourcePool, int]] = {}
+        for pool, rank in sorted(processes, key=lambda each: self._unanswered(*each) is None):
+            first.setdefault(pool.process(rank).node, (pool, rank))
+        for node, (pool, rank) in first.items():
+            if self.nodes.gone(node, tries=_GONE_TRIES):
+                self.check_ray(look=True)
+                cause = f"Ray on node {node} is gone, and with it its processes (the node, or all of it killed)"
+                self._fail(pool, rank, self._unanswered(pool, rank), cause, "")
 
     def _died(self, pool: ResourcePool, rank: int, call: Call | None, error: RayError) -> None:
         self.check_ray(look=True)
         call = call or self._unanswered(pool, rank)
         tail = log_tail(pool.process(rank))
-        if call is not None and any(_COLLECTIVE_TIMEOUT.search(line) for line in tail):
+        if call is not None and any(COLLECTIVE_TIMEOUT.search(line) for line in tail):
             self._collective_timed_out(rank, call, "\n".join(tail))
+        if any(LOST_PEER.search(line) for line in tail):
+            self._name_the_cause(pool, rank, lost_peer=True)
         memory = self._sizes.figures(pool.process(rank).pid)
         # The kernel counts a kill a moment after the process is gone.
         cause = death_cause(str(error), tail, oom_kills() - self._oom_kills, memory)
@@ -323,7 +346,7 @@ class Calls:
         refs = {ref: other for other, ref in call.refs.items() if other not in call.answers and other != rank}
         ready = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
         hung = [other for ref, other in refs.items() if ref not in ready]
-        found = _COLLECTIVE_TIMEOUT.search(text)
+        found = COLLECTIVE_TIMEOUT.search(text)
         if hung and found:
             self._hung(
                 call, hung, f"rank {rank} waited longer than cluster.collective_timeout_seconds for it ({found[0]})"
@@ -372,9 +395,3 @@ class Calls:
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
     return shown if len(ranks) <= _SHOWN_RANKS else f"{shown}, ... ({len(ranks)} in all)"
-
-
-def _readable(trace: str) -> str:
-    """Ray's traceback without colours and without lines of carets."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", trace)
-    return "\n".join(line for line in plain.splitlines() if line.strip(" ^~"))

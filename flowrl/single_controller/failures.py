@@ -17,6 +17,15 @@ _CRASHES = {
     "Floating point exception": "SIGFPE",
     "Illegal instruction": "SIGILL",
 }
+# gloo's words, the store's, and those that NCCL's watchdog leaves in the log of a process that it ends.
+COLLECTIVE_TIMEOUT = re.compile(
+    r"Timed out waiting \d+ms|wait timeout after \d+ms|Timeout waiting for key|Watchdog caught collective operation timeout"
+)
+LOST_PEER = re.compile(
+    r"gloo/transport.*(?:Connection (?:reset|closed) by peer|Broken pipe)"
+    r"|SocketImpl.*(?:Connection reset by peer|Broken pipe)|Connection was likely closed"
+    r"|ncclRemoteError|NCCL error: remote process exited|NCCL communicator was aborted"
+)
 
 
 @dataclass(frozen=True)
@@ -133,3 +142,9 @@ def death_cause(ray_message: str, tail: list[str], new_oom_kills: int, memory: s
         )
     lines = [line.strip() for line in ray_message.splitlines() if line.strip()]
     return f"process died: {' '.join(lines)[:400]}"
+
+
+def readable(trace: str) -> str:
+    """Ray's traceback without colours and without lines of carets."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", trace)
+    return "\n".join(line for line in plain.splitlines() if line.strip(" ^~"))

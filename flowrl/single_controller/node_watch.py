@@ -52,15 +52,19 @@ class NodeWatch:
             self._round_began = time.monotonic()
         return [name for name, node in self._nodes.items() if node.silent_rounds >= SILENT_ROUNDS]
 
-    def gone(self, name: str) -> bool:
-        """Whether nothing listens where this node's raylet did. Waits for the answer, a second at most."""
-        if name not in self._nodes:
-            return False
-        try:
-            socket.create_connection(self._nodes[name].endpoint, timeout=1).close()
-        except OSError:
-            return True
-        return False
+    def gone(self, name: str, tries: int = 1) -> bool:
+        """Whether nothing listens where this node's raylet did: it refuses a connection, or so many of a second each lead
+        nowhere."""
+        for _ in range(tries if name in self._nodes else 0):
+            try:
+                socket.create_connection(self._nodes[name].endpoint, timeout=1).close()
+                return False
+            except ConnectionRefusedError:
+                return True
+            except OSError as error:
+                if error.errno not in (None, *_LOST):  # None: the second is over. Others are of this machine.
+                    return False
+        return name in self._nodes
 
     def _begin_round(self, node: _Node) -> None:
         family = socket.AF_INET6 if ":" in node.endpoint[0] else socket.AF_INET

@@ -300,7 +300,9 @@ def test_a_joined_cluster_is_not_judged_by_this_machine(monkeypatch: pytest.Monk
     assert "20" in refusal("cluster.address=local", "cluster.devices=64"), "a Ray of its own, on this machine"
 
 
-@pytest.mark.parametrize("address", ("::::", "head", "head:", ":6379", "head:0", "head:65536", "head:6379²", "ray://head:10001"))
+@pytest.mark.parametrize(
+    "address", ("::::", "head", "head:", ":6379", "head:0", "head:65536", "head:6379²", "ray://head:10001")
+)
 def test_what_is_no_address_of_a_cluster_is_refused_before_the_run(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

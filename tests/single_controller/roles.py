@@ -141,6 +141,29 @@ class Faulty(Worker):
         dist.barrier()
 
     @register(dispatch=broadcast)
+    def gives_up_on(self, rank: int, late: int) -> None:
+        """One rank sleeps, the others wait for it; `late` comes a second later than they, and is the first to tell."""
+        if self.rank == rank:
+            time.sleep(600)
+        if self.rank == late:
+            time.sleep(1)
+        try:
+            dist.all_reduce(torch.ones(4))
+        except RuntimeError:
+            if self.rank != late:
+                time.sleep(0.5)
+            raise
+
+    @register(dispatch=broadcast)
+    def ended_by_nccl(self, killed: int) -> None:
+        """What NCCL's watchdog does to a rank when a peer is gone; the peer's end is told later."""
+        if self.rank == killed:
+            time.sleep(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write(2, b"terminated with exception: NCCL error: remote process exited or there was a network error\n")
+        os.abort()
+
+    @register(dispatch=broadcast)
     def exhausts_memory(self, rank: int) -> None:
         if self.rank == rank:
             resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))

@@ -117,6 +117,26 @@ def test_a_collective_that_times_out_names_the_rank_that_was_waited_for(cluster)
         assert caught.value.rank == 0 and "rank 0 stands in" in caught.value.cause
 
 
+@pytest.mark.slow
+def test_a_rank_whose_peers_gave_up_on_another_is_not_the_cause(cluster):
+    """RAY-01: the first whose time is over closes its connections, and a peer that came later raises because of that."""
+    with ResourcePool(cluster, name="late", devices=4, cpus_per_device=0.1, collective_timeout_seconds=5) as pool:
+        faulty = WorkerGroup.spawn(pool, Faulty, name="actor")
+        faulty.gives_up_on(3, late=1)
+        with pytest.raises(WorkerError, match="waited longer than cluster.collective_timeout_seconds") as caught:
+            cluster.wait()
+        assert caught.value.rank == 3 and "rank 3 stands in" in caught.value.cause
+
+
+def test_a_rank_that_nccl_ends_for_a_lost_peer_is_not_the_cause(cluster, doomed):
+    """RAY-01: its process is aborted, and Ray tells of the peer later."""
+    faulty = WorkerGroup.spawn(doomed, Faulty, name="actor")
+    faulty.ended_by_nccl(1)
+    with pytest.raises(WorkerError, match="SIGKILL") as caught:
+        cluster.wait()
+    assert caught.value.rank == 1
+
+
 def test_memory_that_one_rank_cannot_have_is_told_with_figures(doomed, cluster):
     """RAY-01: an allocation that fails: what was asked for, what the process holds, what the node has."""
     faulty = WorkerGroup.spawn(doomed, Faulty, name="actor")

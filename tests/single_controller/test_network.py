@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,27 @@ def test_a_refused_connection_is_an_answer(
     for _ in range(5):
         assert watch.silent() == []
     assert watch.gone("here")
+
+
+def test_what_is_gone_leads_nowhere_each_time_that_it_is_tried(
+    monkeypatch: pytest.MonkeyPatch, listener: socket.socket, never: tuple[str, int]
+):
+    """One connection request may be lost, and what fails on this machine says nothing of the node."""
+    watch = NodeWatch()
+    watch.add({"never": never, "here": listener.getsockname()})
+    outcomes: list[OSError | None] = [TimeoutError(), OSError(errno.EHOSTUNREACH, "unreachable"), None]
+
+    def lossy(*args: Any, **options: Any) -> socket.socket:
+        if (error := outcomes.pop(0)) is not None:
+            raise error
+        return socket.socket()
+
+    assert watch.gone("never", tries=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "create_connection", lossy)
+        assert not watch.gone("here", tries=3) and outcomes == []
+        outcomes += [OSError(errno.EMFILE, "too many files")] * 3
+        assert not watch.gone("here", tries=3)
 
 
 def test_a_node_that_answered_and_stops_is_silent_after_three_rounds(
