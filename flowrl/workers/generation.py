@@ -1,9 +1,11 @@
-"""The arithmetic of generation, apart from the engine: who works with whom, how much cache, which distribution."""
+"""What is decided of generation apart from the engine: who works with whom, how much cache, which distribution."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flowrl.config.layout import vocabulary_problem
 from flowrl.config.model_shape import ModelShape
@@ -139,3 +141,32 @@ def check_prompts(
             raise ValueError(
                 f"prompt of row {row} has ids {min(prompt)} to {max(prompt)}; the model knows 0 to {num_ids - 1}"
             )
+
+
+def sampling_params(
+    *, temperature: float, top_p: float, top_k: int, max_tokens: int, stop_token_ids: Sequence[int], seed: int
+) -> Any:
+    """vLLM's parameters of one request; every field that shapes the distribution is given, none is defaulted.
+
+    `ignore_eos` takes away vLLM's own end-of-sequence rule: the given stop set is the only one, and its members are
+    part of the returned ids.
+    """
+    return importlib.import_module("vllm").SamplingParams(
+        n=1,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        min_tokens=0,
+        max_tokens=max_tokens,
+        stop_token_ids=list(stop_token_ids),
+        ignore_eos=True,
+        seed=seed & (2**63 - 1),
+        logprobs=0,
+        # Lists of numbers: an object for each token would keep the garbage collector busy.
+        flat_logprobs=True,
+        detokenize=False,
+    )

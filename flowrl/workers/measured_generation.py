@@ -208,7 +208,8 @@ def _serve_plain(pipe: Connection, job: GenerationJob) -> None:
 
     from vllm import LLM, SamplingParams
 
-    from flowrl.workers.vllm_private import plain_arguments, sampling_params
+    from flowrl.workers.generation import sampling_params
+    from flowrl.workers.vllm_private import plain_arguments
 
     _, spec = pipe.recv()
     engine = LLM(**plain_arguments(spec))

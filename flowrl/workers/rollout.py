@@ -28,6 +28,7 @@ from flowrl.workers.generation import (
     engine_ranks,
     kv_cache,
     resolve_sampling,
+    sampling_params,
 )
 from flowrl.workers.moves import Side, carry_out, check_tensors, transfer_to_engine
 
@@ -181,7 +182,7 @@ class RolloutWorker(Worker):
 
     def _params(self, seed: int, greedy: bool) -> Any:
         sampling = self._sampling
-        return vllm_private.sampling_params(
+        return sampling_params(
             temperature=0.0 if greedy else sampling.temperature,
             top_p=1.0 if greedy else sampling.top_p,
             top_k=0 if greedy else sampling.top_k,

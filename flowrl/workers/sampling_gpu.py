@@ -1,13 +1,16 @@
-"""Sampling for requests that have seeds of their own, all rows in one launch.
+"""Sampling for requests that have seeds of their own, all rows in one launch, on a GPU.
 
-vLLM draws the noise of such requests one row after another, which on a GPU is thousands of launches a second for the host. Here
-a token's noise is a function of the request's seed, the number of its draws so far and the token (Philox: Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", 2011), so what a request gets depends neither on its batch nor on its row.
+vLLM has two runners there. The one for dense models draws a row's noise from the request's seed and the token's position, for
+all rows at once (`vllm/v1/worker/gpu/sample/gumbel.py`). The one for experts and for pipelines draws one request after another,
+from a generator each: thousands of launches a second for the host, and other samples for the same seed. Here it draws as the
+first one does, so that a request gets the same tokens in every layout, whatever its batch and its row.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -16,24 +19,25 @@ import triton.language as tl  # type: ignore[import-untyped]
 BLOCK = 4096
 """Ids of the vocabulary that a program looks at together."""
 OFFSET_STEP = 4
-"""A generator's offset counts in steps of this; each draw is one."""
+"""A generator's offset counts in steps of this. It keeps the position that the next draw is for."""
+SMALLEST = tl.constexpr(4.6566127342e-10)
+"""The smallest number but 0 that `tl.rand` gives."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw(probs, seeds, tokens, vocab, stride, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    seed, draw = tl.load(seeds + 2 * row), tl.load(seeds + 2 * row + 1).to(tl.int32)
+    key = tl.randint(tl.load(seeds + 2 * row), tl.load(seeds + 2 * row + 1))
     first = tl.full((), -1.0, tl.float32)
     winner = tl.full((), 0, tl.int64)
     for start in range(0, vocab, block):
         ids = start + tl.arange(0, block)
         there = ids < vocab
         values = tl.load(probs + row * stride + ids, mask=there, other=0.0)
-        bits, _, _, _ = tl.philox(seed, ids, ids * 0 + draw, ids * 0, ids * 0)
+        uniform = tl.maximum(tl.rand(key, ids), SMALLEST)
         # Exponential noise -log(1 - u). Small u need all of their digits: the smallest noise decides.
-        uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-        series = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0)))
-        noise = tl.where(uniform < 1e-3, series, -tl.log(1.0 - uniform))
+        series = 1.0 + uniform * (0.5 + uniform * (1.0 / 3.0 + uniform * (0.25 + uniform * 0.2)))
+        noise = tl.where(uniform < 0.03, uniform * series, -tl.log(1.0 - uniform))
         rates = tl.where(there, values / noise, -1.0)
         best = tl.max(rates, axis=0)
         winner = tl.where(best > first, start + tl.argmax(rates, axis=0), winner)
@@ -42,9 +46,10 @@ def _draw(probs, seeds, tokens, vocab, stride, block: tl.constexpr):  # type: ig
 
 
 def sample(probs: torch.Tensor, generators: Mapping[int, torch.Generator]) -> torch.Tensor:
-    """One id [R] int64 per row of `probs` [R, V] float32, drawn by the row's generator, which is one draw further then.
+    """One id [R] int64 per row of `probs` [R, V] float32, drawn by the row's generator, which is a position further then.
 
-    The id with the largest ratio of its probability to exponential noise has the distribution `probs`.
+    The id with the largest ratio of its probability to exponential noise has the distribution `probs`. Of the logarithms
+    it is the largest sum of log-probability and Gumbel noise, which is how the other runner has it.
     """
     rows = [generators[row] for row in range(len(probs))]
     states = [(_signed(generator.initial_seed()), generator.get_offset()) for generator in rows]
@@ -54,10 +59,17 @@ def sample(probs: torch.Tensor, generators: Mapping[int, torch.Generator]) -> to
     return draw(probs, draws)
 
 
+def install() -> None:
+    """Lets vLLM's runner for experts and pipelines draw so. Idempotent."""
+    sampler = vars(importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler"))
+    request = importlib.import_module("vllm.v1.worker.gpu_input_batch").CachedRequestState
+    if not getattr(sampler["random_sample"], "draws_at_once", False):
+        sampler["random_sample"] = at_once(sampler["random_sample"])
+        request.__post_init__ = from_its_prompt_on(request.__post_init__)
+
+
 def at_once(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """vLLM's `random_sample`, with `sample` for batches in which every row has a generator. Of one that is so already: itself."""
-    if getattr(plain, "draws_at_once", False):
-        return plain
+    """vLLM's `random_sample`, with `sample` for batches in which every row has a generator."""
 
     def random_sample(
         probs: torch.Tensor, generators: Mapping[int, torch.Generator], use_fp64_gumbel: bool = False
@@ -70,8 +82,19 @@ def at_once(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return random_sample
 
 
+def from_its_prompt_on(plain: Callable[[Any], None]) -> Callable[[Any], None]:
+    """vLLM's last step of making a request; its generator begins at the last token of the prompt, where the first draw is."""
+
+    def finish(request: Any) -> None:
+        plain(request)
+        if request.generator is not None:
+            request.generator.set_offset(OFFSET_STEP * (request.num_prompt_tokens - 1))
+
+    return finish
+
+
 def draw(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """As `sample`; `draws` [R, 2] int64 on the host: seed and number of the draw."""
+    """As `sample`; `draws` [R, 2] int64 on the host: seed and position."""
     tokens = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
     _draw[(len(probs),)](
         probs,

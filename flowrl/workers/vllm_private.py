@@ -45,6 +45,7 @@ PRIVATE_NAMES = (
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
     "vllm.v1.sample.ops.topk_topp_sampler:random_sample",
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState.__post_init__",
     "vllm.entrypoints.llm:LLM.collective_rpc",
     "vllm.entrypoints.llm:LLM.reset_prefix_cache",
     "torch.distributed.distributed_c10d:_set_pg_timeout",
@@ -152,10 +153,9 @@ def _tame() -> None:
         experts = importlib.import_module(CPU_EXPERTS).CPUUnquantizedExperts
         experts.process_weights_after_loading, experts.apply = _keep_as_loaded, _plain_experts
     else:
-        from flowrl.workers.sampling_gpu import at_once
+        from flowrl.workers import sampling_gpu
 
-        sampler = vars(importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler"))
-        sampler["random_sample"] = at_once(sampler["random_sample"])
+        sampling_gpu.install()
     core = vars(importlib.import_module("vllm.v1.engine.core"))
     # Without this, dropping an engine destroys the default process group, which the trainer uses too.
     core["cleanup_dist_env_and_memory"] = lambda *args, **kwargs: None
@@ -350,7 +350,12 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
         "seed": spec.seed,
     }
     if spec.device == "cuda":
-        arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": spec.gpu_memory_fraction}
+        # Other kernels for experts would repack their weights, and what a move writes later would be read in the wrong layout.
+        arguments |= {
+            "enable_sleep_mode": True,
+            "gpu_memory_utilization": spec.gpu_memory_fraction,
+            "moe_backend": "triton",
+        }
     return arguments | {"enforce_eager": spec.device == "cpu" or not spec.cuda_graphs}
 
 
@@ -368,32 +373,3 @@ def _give_intermediate_tensors(runner: Any, dtype: torch.dtype) -> None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=dtype, device=torch.device("cpu")
         )
-
-
-def sampling_params(
-    *, temperature: float, top_p: float, top_k: int, max_tokens: int, stop_token_ids: Sequence[int], seed: int
-) -> Any:
-    """vLLM's parameters of one request; every field that shapes the distribution is given, none is defaulted.
-
-    `ignore_eos` takes away vLLM's own end-of-sequence rule: the given stop set is the only one, and its members are
-    part of the returned ids.
-    """
-    return importlib.import_module("vllm").SamplingParams(
-        n=1,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        min_tokens=0,
-        max_tokens=max_tokens,
-        stop_token_ids=list(stop_token_ids),
-        ignore_eos=True,
-        seed=seed & (2**63 - 1),
-        logprobs=0,
-        # Lists of numbers: an object for each token would keep the garbage collector busy.
-        flat_logprobs=True,
-        detokenize=False,
-    )

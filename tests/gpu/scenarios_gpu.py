@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -185,3 +186,27 @@ def saved_between_turns(folder: Path, cells: Sequence[Cell], batch: DataProto, t
             pairs = zip(local_state(role._engine), expected, strict=True)
             found.append(all(torch.equal(one, other) for one, other in pairs))
     return found
+
+
+def by_both_runners(folder: Path, batch: DataProto) -> tuple[list[Any], list[bool]]:
+    """Responses by vLLM's runner of dense models and by the one for experts and pipelines, each alone and in another order
+    by the second; which of the engines drew by `sampling_gpu`."""
+    from flowrl.workers import sampling_gpu
+
+    drawn: list[int] = []
+    plain = sampling_gpu.draw
+    vars(sampling_gpu)["draw"] = lambda *args: (drawn.append(1), plain(*args))[1]
+    answers, second = [], []
+    for runner in ("1", "0"):
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
+        drawn.clear()
+        role = rollout(folder, Setup())
+        answers.append(generate(role, batch))
+        if runner == "0":
+            answers.append(generate(role, batch.reorder(list(reversed(range(len(batch)))))))
+            answers.append(
+                {row: line for n in range(len(batch)) for row, line in generate(role, batch.rows([n])).items()}
+            )
+        second.append(bool(drawn))
+        role.close()
+    return answers, second
