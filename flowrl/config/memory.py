@@ -22,7 +22,11 @@ LOGIT_COPIES = {"cpu": 3, "cuda": 1}
 BATCHED_TOKENS = 8192
 """Tokens that an engine computes at once, at most, unless one sequence is longer."""
 SAMPLED_COPIES = 3
-"""Numbers in float32 for each request and id of the vocabulary while an engine samples: logits, probabilities, noise."""
+"""Numbers in float32 for each request and id of the vocabulary while vLLM's runner for experts and pipelines samples, which is
+a CPU's too: logits, log-probabilities, probabilities. The one for dense models on a GPU reads the logits as they are."""
+COUNTED_BYTES = 4.125
+"""For each request and id of the vocabulary, what the runner for dense models counts for penalties, asked for or not: how often
+the response has it, and a bit whether the prompt does. It sleeps and wakes with the weights."""
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 640 << 20}
 """Most bytes of a bucket of a move of weights, what a rank packs and receives in it together, by device type. On a GPU more than
 256 MiB then travel in each direction, from where on NCCL gives a pair all its channels (docs/decisions/0007-forms-of-exchange.md)."""
@@ -153,7 +157,8 @@ def _roles(config: Config, shapes: Shapes) -> Iterator[_Role]:
         section = config.reference
         weights = _parameters(section, shapes.reference) * BYTES[section.dtype]
         yield _Role("reference", {"reference": weights}, moves("reference", section.offload))
-    parts = {"rollout": _engine_weights(config, shapes.policy), "KV cache": config.rollout.kv_cache_bytes}
+    weights = _engine_weights(config, shapes.policy) + _counts(config, shapes.policy)
+    parts = {"rollout": weights, "KV cache": config.rollout.kv_cache_bytes}
     yield _Role("rollout", parts, moves("actor", offload=True))
 
 
@@ -185,15 +190,26 @@ def _engine_weights(config: Config, shape: ModelShape) -> int:
     return rank_parameters(shape, section.layout.tp, stages, section.layout.tp) * BYTES[section.dtype]
 
 
+def _dense_runner(config: Config, shape: ModelShape) -> bool:
+    """Whether vLLM runs the model with its runner for dense models on a GPU: it has another for experts and pipelines."""
+    return config.cluster.device == "cuda" and not shape.num_experts and config.rollout.layout.pp == 1
+
+
+def _counts(config: Config, shape: ModelShape) -> int:
+    most = config.rollout.max_batch_requests * shape.vocab_size * COUNTED_BYTES
+    return int(most) if _dense_runner(config, shape) else 0
+
+
 def _generating(config: Config, shape: ModelShape) -> dict[str, int]:
     """What an engine makes for the moment: the activations of a layer, or what it samples from, whichever is more."""
     section, requests = config.rollout, config.rollout.max_batch_requests
     row = config.data.max_prompt_tokens + section.max_response_tokens
     tokens = engine_batch_tokens(row, requests)
     width = shape.hidden_size + 3 * shape.active_ffn_size // section.layout.tp
+    sampled = BYTES[section.dtype] + (0 if _dense_runner(config, shape) else 4 * SAMPLED_COPIES)
     made = {
         "activations of the engine": tokens * width * BYTES[section.dtype],
-        "sampling": requests * shape.vocab_size * (4 * SAMPLED_COPIES + BYTES[section.dtype]),
+        "sampling": requests * shape.vocab_size * sampled,
     }
     largest = max(made, key=made.__getitem__)
     return _workspace(config) | {largest: made[largest]}
