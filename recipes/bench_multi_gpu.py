@@ -75,6 +75,24 @@ def results(wanted: Wanted) -> dict[str, Any]:
     }
 
 
+def _check_folder(wanted: Wanted) -> None:
+    """Errors: `ValueError` where the folder holds figures of other links: rates of one would be divided by those of another."""
+    file = wanted.out / "results.json"
+    if not file.exists():
+        return
+    try:
+        earlier = json.loads(file.read_text())
+        before = earlier["backend"], earlier["devices"]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{file} is not of this command; give another folder") from None
+    now = wanted.backend, wanted.devices
+    if before != now:
+        raise ValueError(
+            f"out={wanted.out} holds figures over {before[0]} of {before[1]} devices, and this is {now[0]} of {now[1]}; "
+            "give another folder"
+        )
+
+
 def _show(console: Console, table: tables.Table) -> None:
     title, headings, lines = table
     shown = Table(*headings, title=title.replace("**", ""))
@@ -98,6 +116,7 @@ def measure(wanted: Wanted) -> int:
     """The exit code: 0 where all parts ended well, else 1. Errors: `ValueError`, `OSError` before anything runs."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     make_folder(wanted.out)
+    _check_folder(wanted)
     end_parts_on_signals()
     with tempfile.TemporaryDirectory() as scratch:
         plan, parts = planned_parts(wanted, Path(scratch), LINK_GB_S)

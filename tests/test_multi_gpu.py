@@ -184,11 +184,22 @@ def test_ranks_share_gpus_over_gloo_alone(tmp_path: Path) -> None:
     parts = planned_parts(wanted, tmp_path, 1.0)[1]
     assert {part.name.partition("_")[0] for part in parts} == {"links", "move"}
     assert all("backend=gloo" in part.command for part in parts)
-    assert not parse([f"out={tmp_path}", "backend=gloo"], HOST).shared
+    assert parse([f"out={tmp_path}", "backend=gloo"], HOST).shared, "also where there are enough"
+    assert not parse([f"out={tmp_path}"], HOST).shared
     with pytest.raises(ValueError, match="backend=nccl with device=cpu is not known"):
         parse([f"out={tmp_path}", "device=cpu", "backend=nccl"], one)
     with pytest.raises(ValueError, match="needs a GPU and there is none"):
         parse([f"out={tmp_path}", "device=cuda", "backend=gloo"], replace(HOST, gpus=0))
+
+
+def test_figures_of_other_links_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results.json").write_text('{"backend": "nccl", "devices": 2}')
+    assert bench_multi_gpu.main([f"out={tmp_path}", "device=cpu", "gpus=2"]) == 2
+    told = capsys.readouterr().err
+    assert "holds figures over nccl of 2 devices, and this is gloo of 2; give another folder" in told
+    (tmp_path / "results.json").write_text("[]")
+    assert bench_multi_gpu.main([f"out={tmp_path}", "device=cpu", "gpus=2"]) == 2
+    assert "results.json is not of this command; give another folder" in capsys.readouterr().err
 
 
 def content() -> dict[str, Any]:

@@ -42,7 +42,7 @@ LEAST_SECONDS = {"links": 15, "move": 50, "steps": STOPPING_SECONDS + 40}
 @dataclass(frozen=True)
 class Wanted:
     """`models` and `trained` by family. `memory_bytes` is a rank's share of a device; `extra` goes to `main_ppo`.
-    `shared`: ranks share GPUs."""
+    `shared`: ranks may share GPUs, and nothing is trained."""
 
     out: Path
     device: str
@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str], machine: Machine) -> Wanted:
         parts=tuple(given["parts"].split(",")) if "parts" in given else ("",),
         workload={key: given[key] for key in WORKLOAD if key in given},
         extra=extra,
-        shared=device == "cuda" and devices > machine.gpus,
+        shared=device == "cuda" and backend == "gloo",
     )
 
 
@@ -127,7 +127,7 @@ def planned_parts(wanted: Wanted, scratch: Path, link_gb_s: float) -> tuple[dict
     plan = predicted((wanted.devices,), wanted.models, wanted.memory_bytes, link_gb_s, wanted.most_layers)
     moves = [_move_part(wanted, row["name"], row["layers"]) for row in plan["rows"] if row["against"] == "all"]
     alone = [_move_part(wanted, row["name"], row["layers"]) for row in plan["rows"] if row["against"] != "all"]
-    # A run of its own needs a GPU for each rank.
+    # A run is over NCCL and needs a GPU for each rank.
     runs = [] if wanted.shared else [_steps_part(wanted, run, scratch) for run in steps(wanted.devices)]
     every = [_links_part(wanted), *moves, *runs, *alone]
     chosen = [part for part in every if part.name.startswith(wanted.parts)]
