@@ -35,6 +35,13 @@ def _copy(  # type: ignore[no-untyped-def]
         tl.store(target + rows[:, None] * target_stride + words[None, :], values, mask=there)
 
 
+def sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The table on the device, in the order of the current stream. From memory that is not pinned the host would wait for all
+    that the stream has to do first."""
+    pinned = table.pin_memory() if device.type == "cuda" else table
+    return pinned.to(device, non_blocking=True)
+
+
 class Addresses:
     """A table [N, F] int64 on the GPU, some of whose columns are addresses: the given bytes from the beginning of tensors.
 
@@ -61,7 +68,7 @@ class Addresses:
         if memory != self._memory:
             table = self._relative.clone()
             table[:, self._columns] += torch.tensor(memory)[self._numbers]
-            self._table, self._memory = table.to(self._device), memory
+            self._table, self._memory = sent(table, self._device), memory
         return self._table
 
 

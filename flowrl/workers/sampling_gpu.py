@@ -16,6 +16,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from flowrl.resharding.copies_gpu import sent
+
 BLOCK = 4096
 """Ids of the vocabulary that a program looks at together."""
 OFFSET_STEP = 4
@@ -98,7 +100,7 @@ def draw(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     tokens = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
     _draw[(len(probs),)](
         probs,
-        draws.to(probs.device, non_blocking=True),
+        sent(draws, probs.device),
         tokens,
         probs.shape[1],
         probs.stride(0),
