@@ -1,6 +1,6 @@
 """The single controller: pools of processes, roles on them, and the calls between them and a driver."""
 
-from flowrl.single_controller.calls import Span
+from flowrl.single_controller.call import Span
 from flowrl.single_controller.cluster import Cluster
 from flowrl.single_controller.device_memory import DeviceMemory
 from flowrl.single_controller.dispatch import MeshPosition, broadcast, rank_zero, split_over

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -19,7 +18,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from flowrl.single_controller.device_memory import DeviceMemory
+from flowrl.single_controller.call import PROCESS, Call, Span
 from flowrl.single_controller.failures import (
     COLLECTIVE_TIMEOUT,
     LOST_PEER,
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from flowrl.single_controller.pool import ResourcePool
 
 logger = logging.getLogger("flowrl")
-PROCESS = "process"
-"""Stands for the role in calls that belong to a pool itself."""
 _DEATH_GRACE_SECONDS = 1.0
 _LOST_PEER_SECONDS = 20.0
 """Ray tells the end of a process within moments, and that of a whole node after up to 15 s."""
@@ -49,54 +46,6 @@ _GONE_TRIES = 3
 _POLL_SECONDS = 1.0
 _SHOWN_RANKS = 8
 _DEATHS = (ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
-
-
-@dataclass(frozen=True)
-class Span:
-    """One finished call as the driver's timeline shows it: times of the slowest rank, seconds since the epoch, and on
-    GPUs the worst of all ranks' memory."""
-
-    phase: str | None
-    step: int | None
-    role: str
-    method: str
-    start: float
-    end: float
-    memory: DeviceMemory | None = None
-
-
-@dataclass(eq=False)
-class Call:
-    """One method running on some ranks of a pool. `linked`: names of the pools whose ranks it meets in collectives, where
-    it is half of a paired call."""
-
-    pool: ResourcePool
-    role: str
-    method: str
-    phase: str | None
-    step: int | None
-    refs: dict[int, Any]
-    linked: frozenset[str] = frozenset()
-    answers: dict[int, Answer] = field(default_factory=dict)
-
-    @property
-    def done(self) -> bool:
-        return len(self.answers) == len(self.refs)
-
-    @property
-    def starts(self) -> bool:
-        """Whether processes start or a role is made."""
-        return self.role == PROCESS or self.method == "__init__"
-
-    @property
-    def pending(self) -> list[int]:
-        """Ranks that have not answered."""
-        return [rank for rank in self.refs if rank not in self.answers]
-
-    def span(self) -> Span:
-        slowest = max(self.answers.values(), key=lambda answer: answer.end - answer.start)
-        memory = DeviceMemory.worst(answer.memory for answer in self.answers.values() if answer.memory is not None)
-        return Span(self.phase, self.step, self.role, self.method, slowest.start, slowest.end, memory)
 
 
 class Calls:
@@ -251,7 +200,14 @@ class Calls:
             self._fail(pool, rank, self._unanswered(pool, rank), cause, "")
 
     def _unanswered(self, pool: ResourcePool, rank: int) -> Call | None:
-        """The first call that this rank has not answered."""
+        """The first call that this rank has not answered. Answers that are there and were not taken in yet are, first."""
+        for call in [c for c in self._outstanding if c.pool is pool and rank in c.refs and rank not in c.answers]:
+            if not ray.wait([call.refs[rank]], timeout=0, fetch_local=False)[0]:
+                break
+            try:
+                self._note(ray.get(call.refs[rank]), pool, rank, call)
+            except RayError:
+                break
         return next((c for c in self._outstanding if c.pool is pool and rank in c.refs and rank not in c.answers), None)
 
     def _take(self, ref: Any, pool: ResourcePool, rank: int, call: Call | None) -> None:
@@ -328,7 +284,8 @@ class Calls:
 
     def _died(self, pool: ResourcePool, rank: int, call: Call | None, error: RayError) -> None:
         self.check_ray(look=True)
-        call = call or self._unanswered(pool, rank)
+        # A process is at the first call that it has not answered, whichever of them is told first.
+        call = self._unanswered(pool, rank) or call
         tail = log_tail(pool.process(rank))
         if call is not None and any(COLLECTIVE_TIMEOUT.search(line) for line in tail):
             self._collective_timed_out(rank, call, "\n".join(tail))

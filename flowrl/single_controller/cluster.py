@@ -25,7 +25,8 @@ import ray
 
 from flowrl.single_controller import reaper
 from flowrl.single_controller.blocks import liveness
-from flowrl.single_controller.calls import Calls, Span
+from flowrl.single_controller.call import Span
+from flowrl.single_controller.calls import Calls
 from flowrl.single_controller.failures import ClusterError, WorkerError
 from flowrl.single_controller.health import JoinedRay, OwnRay, RayWatch
 from flowrl.single_controller.placement import NodeResources

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import ray
 
 from flowrl.protocol import DataProto, merge_metrics
-from flowrl.single_controller.calls import Call
+from flowrl.single_controller.call import Call
 from flowrl.single_controller.dispatch import (
     Broadcast,
     Mesh,

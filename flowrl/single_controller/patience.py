@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flowrl.single_controller.calls import Call
+    from flowrl.single_controller.call import Call
 
 TELL_SECONDS = 60.0
 START_SECONDS = 300.0

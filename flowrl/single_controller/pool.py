@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from flowrl.single_controller.calls import PROCESS
+from flowrl.single_controller.call import PROCESS
 from flowrl.single_controller.failures import ClusterError, ProcessInfo, WorkerError
 from flowrl.single_controller.placement import bundle_for, shortfall
 from flowrl.single_controller.process import Answer, Process, ProcessSpec

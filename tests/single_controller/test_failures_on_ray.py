@@ -51,6 +51,18 @@ def test_killed_rank_is_named_within_seconds_though_its_peer_raises_first(cluste
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+def test_a_call_that_was_answered_is_not_where_a_process_died(cluster, doomed):
+    """RAY-01: its answers and the death after it may be there at the same time."""
+    faulty = WorkerGroup.spawn(doomed, Faulty, name="actor")
+    cluster.wait()
+    faulty.take_crashes(False)
+    faulty.killed_in_collective(1)
+    time.sleep(3)
+    with pytest.raises(WorkerError, match="SIGKILL") as caught:
+        cluster.wait()
+    assert (caught.value.rank, caught.value.method) == (1, "killed_in_collective")
+
+
 def test_crash_is_told_from_a_kill_and_noticed_between_calls(cluster, doomed):
     """RAY-01: a segmentation fault leaves its name; a process that died between calls is noticed at the next one."""
     faulty = WorkerGroup.spawn(doomed, Faulty, name="critic")
