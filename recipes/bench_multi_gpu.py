@@ -49,8 +49,8 @@ def results(wanted: Wanted) -> dict[str, Any]:
     """The content of results.json: of all parts that have ended well in this folder, this command's or an earlier one's of
     the same commit. Rates are null where they were not measured."""
     here = origin(wanted.device)
-    every = {file.parent.name: json.loads(file.read_text()) for file in sorted(wanted.out.glob("*/results.json"))}
-    found = {name: part for name, part in every.items() if part["commit"] == here["commit"]}
+    every = {file.parent.name: _read(file) for file in sorted(wanted.out.glob("*/results.json"))}
+    found = {name: part for name, part in every.items() if part.get("commit") == here["commit"]}
     links: Mapping[str, Any] = found.get("links", {"links": [], "copy_gb_per_second": None})
     rate = tables.link_rate(links["links"])
     moves = []
@@ -75,21 +75,26 @@ def results(wanted: Wanted) -> dict[str, Any]:
     }
 
 
+def _read(file: Path) -> dict[str, Any]:
+    """What this command or a part wrote; nothing where it is not such a file."""
+    try:
+        content = json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _links(wanted: Wanted) -> dict[str, object]:
+    return {"device": wanted.device, "backend": wanted.backend, "devices": wanted.devices}
+
+
 def _check_folder(wanted: Wanted) -> None:
     """Errors: `ValueError` where the folder holds figures of other links: rates of one would be divided by those of another."""
-    file = wanted.out / "results.json"
-    if not file.exists():
-        return
-    try:
-        earlier = json.loads(file.read_text())
-        before = earlier["backend"], earlier["devices"]
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{file} is not of this command; give another folder") from None
-    now = wanted.backend, wanted.devices
-    if before != now:
+    now, parts = _links(wanted), [file.parent.name for file in sorted(wanted.out.glob("*/results.json"))]
+    before = {key: _read(wanted.out / "plan.json").get(key) for key in now}
+    if parts and before != now:
         raise ValueError(
-            f"out={wanted.out} holds figures over {before[0]} of {before[1]} devices, and this is {now[0]} of {now[1]}; "
-            "give another folder"
+            f"out={str(wanted.out)!r} holds parts ({', '.join(parts[:4])}) of {before}, and this is {now}; give another folder"
         )
 
 
@@ -120,7 +125,7 @@ def measure(wanted: Wanted) -> int:
     end_parts_on_signals()
     with tempfile.TemporaryDirectory() as scratch:
         plan, parts = planned_parts(wanted, Path(scratch), LINK_GB_S)
-        _write(wanted.out / "plan.json", plan)
+        _write(wanted.out / "plan.json", {**plan, **_links(wanted)})
         _show(console, tables.planned(plan))
         outcomes = run_parts(parts, wanted)
     content = results(wanted)

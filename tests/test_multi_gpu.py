@@ -193,13 +193,30 @@ def test_ranks_share_gpus_over_gloo_alone(tmp_path: Path) -> None:
 
 
 def test_figures_of_other_links_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "results.json").write_text('{"backend": "nccl", "devices": 2}')
-    assert bench_multi_gpu.main([f"out={tmp_path}", "device=cpu", "gpus=2"]) == 2
-    told = capsys.readouterr().err
-    assert "holds figures over nccl of 2 devices, and this is gloo of 2; give another folder" in told
-    (tmp_path / "results.json").write_text("[]")
-    assert bench_multi_gpu.main([f"out={tmp_path}", "device=cpu", "gpus=2"]) == 2
-    assert "results.json is not of this command; give another folder" in capsys.readouterr().err
+    """Also after a command that was cut off: what it measures stands in the folder from its beginning."""
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "results.json").write_text("{}")
+    for plan in ("[", "[1]", "{}", '{"device": "cuda", "backend": "gloo", "devices": 2}', "[" * 100000):
+        (tmp_path / "plan.json").write_text(plan)
+        assert bench_multi_gpu.main([f"out={tmp_path}", "device=cpu", "gpus=2"]) == 2
+        told = capsys.readouterr().err
+        assert "holds parts (links) of" in told and told.endswith("'devices': 2}; give another folder\n")
+    (tmp_path / "plan.json").write_text('{"device": "cpu", "backend": "gloo", "devices": 2}')
+    bench_multi_gpu._check_folder(parse([f"out={tmp_path}", "device=cpu", "gpus=2"], HOST))
+
+
+def test_parts_that_are_none_are_left_out_of_the_results(tmp_path: Path) -> None:
+    wanted = parse([f"out={tmp_path}", "device=cpu", "gpus=2"], HOST)
+    for name, text in {
+        "links": "{",
+        "move_dense": "[]",
+        "move_other": '{"a": 1}',
+        "steps_tp": '{"commit": "of another"}',
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(text)
+    found = bench_multi_gpu.results(wanted)
+    assert (found["links"], found["moves"], found["steps"]) == ([], [], [])
 
 
 def content() -> dict[str, Any]:

@@ -20,6 +20,11 @@ from flowrl.config.tree import nearest, show
 from flowrl.config.units import all_devices, error_score, optimizer_steps, pool_of, pools
 
 MIN_CPUS_PER_DEVICE = 0.1
+ADDRESS = re.compile(
+    r"(?P<host>\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|(?=[^:]{1,253}:)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*):(?P<port>[0-9]{1,5})",
+    re.ASCII,
+)
+"""`host:port` of a Ray cluster."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 LEAST_REWARD_BYTES = 64 << 20
@@ -76,10 +81,10 @@ def _unbuilt(config: Config, facts: Facts) -> Iterator[str]:
 def _address(config: Config, facts: Facts) -> Iterator[str]:
     if facts.address in (None, "local", "auto"):
         return
-    host, _, port = facts.address.rpartition(":")
-    if not host.strip(":") or "/" in host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+    found = ADDRESS.fullmatch(facts.address)
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
         key = "cluster.address" if config.cluster.address else "RAY_ADDRESS"
-        yield f"{key}={facts.address!r} is no address of a Ray cluster; legal: host:port of its head (ports 1 to 65535), auto or local"
+        yield f"{key}={facts.address!r} is no address of a Ray cluster; legal: host:port of its head (ports 1 to 65535; IPv6 in brackets), auto or local"
 
 
 def _machine(config: Config, facts: Facts) -> Iterator[str]:

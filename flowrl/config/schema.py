@@ -159,6 +159,7 @@ class RolloutConfig:
         AUTO,
         "KV cache per rank, bytes; auto: what max_batch_requests full sequences need, bounded by memory",
         minimum=1,
+        maximum=1 << 50,
     )
     cuda_graphs: bool = free(
         True, "on a GPU, compile the model and capture graphs of its decoding: faster, and half a minute more to start"

@@ -161,11 +161,12 @@ def _import(load: Callable[[], object], place: str) -> None:
     try:
         load()
     except SyntaxError as error:
-        line = "" if error.lineno is None else f", line {error.lineno}"
-        raise ValueError(f"{error.filename or place}{line}: syntax error: {error.msg}") from None
+        line = f", line {error.lineno}" if error.lineno else ""
+        raise ValueError(f"{error.filename or place}{line}: syntax error: {error.msg or '(no message)'}") from None
     except ModuleNotFoundError as error:
-        searched = ", ".join(dict.fromkeys(entry for entry in sys.path if not entry.endswith((".zip", "lib-dynload"))))
-        raise ValueError(f"{place} needs module {error.name!r}, which is not found in: {searched}") from None
+        searched = ", ".join(dict.fromkeys(e for e in map(str, sys.path) if not e.endswith((".zip", "lib-dynload"))))
+        name = repr(error.name) if error.name else f"({error})"
+        raise ValueError(f"{place} needs module {name}, which is not found in: {searched}") from None
     except BaseException as error:  # a user's module may raise anything, SystemExit included
         raise ValueError(f"{place} fails while it is imported\n{user_traceback(error)}") from None
 
@@ -180,7 +181,7 @@ def _checked(function: Any, name: str) -> Callable[..., Any]:
     call: Callable[..., Any] = function
     try:
         signature = inspect.signature(plain)
-    except ValueError:
+    except (ValueError, TypeError):
         return call  # functions written in C do not all tell their signature
     try:
         signature.bind("", "", {})

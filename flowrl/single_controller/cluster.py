@@ -47,6 +47,11 @@ if TYPE_CHECKING:
     from flowrl.single_controller.pool import ResourcePool
 
 logger = logging.getLogger("flowrl")
+_ADDRESS = re.compile(
+    r"(?P<host>\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|(?=[^:]{1,253}:)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*):(?P<port>[0-9]{1,5})",
+    re.ASCII,
+)
+# As `flowrl.config.rules` has it for `cluster.address`.
 _CONNECT_SECONDS = 5
 _MIN_OBJECT_STORE_BYTES = 80_000_000
 _MAX_OBJECT_STORE_BYTES = 2 << 30
@@ -164,8 +169,7 @@ class Cluster:
         if self._owned:
             return OwnRay(ended_processes, pids_of_own_ray())
         context = ray.get_runtime_context()
-        host, _, port = context.gcs_address.rpartition(":")
-        return JoinedRay({"GCS": (host, int(port)), "raylet": raylet_address(context.get_node_id())})
+        return JoinedRay({"GCS": _endpoint(context.gcs_address), "raylet": raylet_address(context.get_node_id())})
 
     # What it offers
 
@@ -264,6 +268,8 @@ def join(address: str) -> None:
         raise ValueError(f"cluster.address={address}: Ray's client mode is not supported; run on a node of the cluster")
     if address != "auto":
         _check_reachable(address)
+    # Ray would take it before `auto`, whatever it says.
+    given = os.environ.pop("RAY_ADDRESS", None)
     try:
         _init_ray(address=address)
     except ConnectionError as error:
@@ -275,6 +281,9 @@ def join(address: str) -> None:
         if "Version mismatch" not in str(error):
             raise
         raise ValueError(f"cannot join Ray at {address}: {' '.join(str(error).split())}") from error
+    finally:
+        if given is not None:
+            os.environ["RAY_ADDRESS"] = given
 
 
 def _init_ray(**options: Any) -> None:
@@ -309,13 +318,19 @@ def default_object_store_bytes() -> int:
     return max(_MIN_OBJECT_STORE_BYTES, min(_MAX_OBJECT_STORE_BYTES, free // 4))
 
 
+def _endpoint(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`; an IPv6 host stands in brackets. Errors: ValueError."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
+        raise ValueError(f"cluster.address={address!r} is not host:port, auto or local; ports are 1 to 65535")
+    return found["host"].strip("[]"), int(found["port"])
+
+
 def _check_reachable(address: str) -> None:
     # Ray itself retries a dead address for a minute.
-    host, _, port = address.rpartition(":")
-    if not host.strip(":") or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"cluster.address={address!r} is not host:port, auto or local; ports are 1 to 65535")
+    endpoint = _endpoint(address)
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        socket.create_connection(endpoint, timeout=_CONNECT_SECONDS).close()
     except OSError as error:
         raise ValueError(
             f"no Ray cluster answers at {address} (cluster.address or RAY_ADDRESS): {error}; "

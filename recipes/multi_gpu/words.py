@@ -18,7 +18,7 @@ from recipes.multi_gpu.steps import WORKLOAD
 KEYS = {
     "out": "folder for results.json, plan.json, summary.json and a folder and log of every part",
     "device": "cuda or cpu (cuda where torch sees two GPUs)",
-    "backend": "nccl, or gloo: with it ranks share the GPUs that there are, for correctness alone, and nothing is trained (nccl on cuda)",
+    "backend": "nccl, or gloo: with it ranks share the GPUs that there are, for correctness alone, and nothing is trained on cuda (nccl there)",
     "gpus": "2, 4 or 8 devices (as many as there are; 2 on a cpu)",
     "dense": "model whose weights move: a named shape (llama-7b)",
     "experts": "the same, a mixture of experts (qwen3-30b-a3b)",

@@ -300,16 +300,21 @@ def test_a_joined_cluster_is_not_judged_by_this_machine(monkeypatch: pytest.Monk
     assert "20" in refusal("cluster.address=local", "cluster.devices=64"), "a Ray of its own, on this machine"
 
 
-@pytest.mark.parametrize(
-    "address", ("::::", "head", "head:", ":6379", "head:0", "head:65536", "head:6379²", "ray://head:10001")
-)
+NO_ADDRESSES = (
+    "::::", "head", "head:", ":6379", "head:0", "head:65536", "head:6379²", "ray://head:10001", "fd00::1:6379", "h:6379:1",
+    "a b:6379", " :6379", "..:6379", "h..de:6379", f"{'h' * 70}:6379", "[]:6379", "h\n:6379", "\udcff:6379", "?:6379",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
 def test_what_is_no_address_of_a_cluster_is_refused_before_the_run(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert f"cluster.address={address!r} is no address" in refusal(f"cluster.address='{address}'")
+    if address.isprintable():
+        assert f"cluster.address={address!r} is no address" in refusal(f"cluster.address='{address}'")
     monkeypatch.setattr(compose_module, "find_machine", lambda: Machine(2, 2**33, 2**32, ray_address=address))
     assert f"RAY_ADDRESS={address!r} is no address" in refusal()
-    for legal in ("'[fd00::1]:6379'", "'fd00::1:6379'", "10.0.0.1:6379", "auto", "local"):
+    for legal in ("'[fd00::1]:6379'", "'[fe80::1%eth0]:6379'", "10.0.0.1:6379", "head-0.ray_svc:6379", "auto", "local"):
         compose([f"cluster.address={legal}"])
 
 

@@ -60,6 +60,9 @@ def test_a_file_does_not_hide_a_library_of_its_name(tmp_path: Path) -> None:
     ("text", "attribute", "expected"),
     [
         ("def f(:\n", "f", r"mine.py, line 1: syntax error"),
+        ("# coding: nothing\n", "f", r"mine.py: syntax error: unknown encoding"),
+        ("raise SyntaxError()\n", "f", r"mine.py: syntax error: \(no message\)"),
+        ("raise ModuleNotFoundError('gone')\n", "f", r"mine.py needs module \(gone\), which is not found in"),
         ("x = 1\0\n", "f", r"mine.py: syntax error: .*null bytes"),
         ("def g(prompt, response, row): pass\n", "f", r"has no 'f'; it has: g; expected f\(prompt: str"),
         ("f = 3\n", "f", r"is 3 \(int\) and cannot be called; expected f\(prompt: str"),

@@ -231,6 +231,24 @@ def test_dead_address_is_one_clear_error_in_seconds():
     assert time.monotonic() - start < 60
     with pytest.raises(ValueError, match="not host:port"):
         cluster_module.join("nonsense")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        cluster_module._check_reachable(f"[::1]:{server.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("given", ["local", "junk", "ray://127.0.0.1:1"])
+def test_auto_does_not_take_what_the_environment_says(given, monkeypatch):
+    """RAY-06: Ray's own `auto` does, and of `local` it makes an open Ray of this process."""
+    seen = []
+
+    def init(**options: object) -> None:
+        seen.append((options["address"], os.environ.get("RAY_ADDRESS")))
+        raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setenv("RAY_ADDRESS", given)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ValueError, match="no Ray cluster answers at auto"):
+        cluster_module.join("auto")
+    assert seen == [("auto", None)] and os.environ["RAY_ADDRESS"] == given
 
 
 def test_version_mismatch_is_one_line(monkeypatch):
