@@ -23,7 +23,8 @@ BATCHED_TOKENS = 8192
 """Tokens that an engine computes at once, at most, unless one sequence is longer."""
 SAMPLED_COPIES = 3
 """Numbers in float32 for each request and id of the vocabulary while vLLM's runner for experts and pipelines samples, which is
-a CPU's too: logits, log-probabilities, probabilities. The one for dense models on a GPU reads the logits as they are."""
+a CPU's too: logits, log-probabilities, probabilities (the noise of a CPU is not counted). The one for dense models on a GPU reads
+the logits as they are."""
 COUNTED_BYTES = 4.125
 """For each request and id of the vocabulary, what the runner for dense models counts for penalties, asked for or not: how often
 the response has it, and a bit whether the prompt does. It sleeps and wakes with the weights."""

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import platform
-import re
 import shutil
 import signal
 import socket
@@ -20,6 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -47,11 +47,6 @@ if TYPE_CHECKING:
     from flowrl.single_controller.pool import ResourcePool
 
 logger = logging.getLogger("flowrl")
-_ADDRESS = re.compile(
-    r"(?P<host>\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|(?=[^:]{1,253}:)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*):(?P<port>[0-9]{1,5})",
-    re.ASCII,
-)
-# As `flowrl.config.rules` has it for `cluster.address`.
 _CONNECT_SECONDS = 5
 _MIN_OBJECT_STORE_BYTES = 80_000_000
 _MAX_OBJECT_STORE_BYTES = 2 << 30
@@ -320,10 +315,14 @@ def default_object_store_bytes() -> int:
 
 def _endpoint(address: str) -> tuple[str, int]:
     """Host and port of `host:port`; an IPv6 host stands in brackets. Errors: ValueError."""
-    found = _ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found["port"]) < 1 << 16:
+    try:
+        parts = urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
         raise ValueError(f"cluster.address={address!r} is not host:port, auto or local; ports are 1 to 65535")
-    return found["host"].strip("[]"), int(found["port"])
+    return host, port
 
 
 def _check_reachable(address: str) -> None:
@@ -331,8 +330,8 @@ def _check_reachable(address: str) -> None:
     endpoint = _endpoint(address)
     try:
         socket.create_connection(endpoint, timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"no Ray cluster answers at {address} (cluster.address or RAY_ADDRESS): {error}; "
+            f"no Ray cluster answers at {address!r} (cluster.address or RAY_ADDRESS): {error}; "
             f"unset it to start a local cluster"
         ) from error

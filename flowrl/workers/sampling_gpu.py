@@ -2,8 +2,8 @@
 
 vLLM has two runners there. The one for dense models draws a row's noise from the request's seed and the token's position, for
 all rows at once (`vllm/v1/worker/gpu/sample/gumbel.py`). The one for experts and for pipelines draws one request after another,
-from a generator each: thousands of launches a second for the host, and other samples for the same seed. Here it draws as the
-first one does, so that a request gets the same tokens in every layout, whatever its batch and its row.
+from a generator each: thousands of launches a second for the host, and other samples for the same seed. Here that
+one draws as the one for dense models does: a request gets the same tokens in every layout, whatever its batch and its row.
 """
 
 from __future__ import annotations

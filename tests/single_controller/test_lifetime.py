@@ -226,11 +226,14 @@ def test_dead_address_is_one_clear_error_in_seconds():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     start = time.monotonic()
-    with pytest.raises(ValueError, match=f"no Ray cluster answers at 127.0.0.1:{port}.*RAY_ADDRESS.*unset it"):
+    with pytest.raises(ValueError, match=f"no Ray cluster answers at '127.0.0.1:{port}'.*RAY_ADDRESS.*unset it"):
         cluster_module.join(f"127.0.0.1:{port}")
     assert time.monotonic() - start < 60
-    with pytest.raises(ValueError, match="not host:port"):
-        cluster_module.join("nonsense")
+    for nonsense in ("nonsense", "fd00::1:6379", "h:6379:1", "h:65536", "h:²", ":6379", "[:6379"):
+        with pytest.raises(ValueError, match="not host:port"):
+            cluster_module.join(nonsense)
+    with pytest.raises(ValueError, match="no Ray cluster answers at"):
+        cluster_module.join(f"{'h' * 70}:6379")
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
         cluster_module._check_reachable(f"[::1]:{server.getsockname()[1]}")
 
