@@ -28,7 +28,7 @@ from flowrl.resharding.words import make_folder, whole_number
 
 ROOT = Path(__file__).parent.parent
 TESTS = {"attention": 180, "log_probs": 300, "updates": 240, "moves": 300, "state": 300, "runs": 580, "memory": 240,
-         "prediction": 240, "sampling": 120}  # fmt: skip
+         "prediction": 510, "sampling": 500}  # fmt: skip
 """Files of tests/gpu with their limits in seconds."""
 ALONE = {"memory", "prediction", "runs"}
 """Tests that look at how much memory of the GPU is free; an engine that goes to sleep does, too."""

@@ -33,9 +33,13 @@ def process_environment(device: str, devices: int, *, cpus: int | None = None) -
     if device == "cuda":
         # Every process sees all GPUs of its node: vLLM's peer-to-peer probe looks up the device with the index `rank`.
         # FlashInfer's sampler compiles at first use and draws from generators of its own.
+        # What travels starts before copies that were asked for later fill the GPU. And attention in float32 is in float32:
+        # Triton would shorten the mantissas of what it multiplies.
         return variables | {
             "OMP_NUM_THREADS": str(min(GPU_PROCESS_THREADS, threads)),
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            "TORCH_NCCL_HIGH_PRIORITY": "1",
+            "TRITON_F32_DEFAULT": "ieee",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
     return variables | {

@@ -188,25 +188,19 @@ def saved_between_turns(folder: Path, cells: Sequence[Cell], batch: DataProto, t
     return found
 
 
-def by_both_runners(folder: Path, batch: DataProto) -> tuple[list[Any], list[bool]]:
-    """Responses by vLLM's runner of dense models and by the one for experts and pipelines, each alone and in another order
-    by the second; which of the engines drew by `sampling_gpu`."""
+def by_runner(folder: Path, batch: DataProto, second: bool) -> tuple[list[Any], bool]:
+    """Responses by vLLM's second runner, which is that of dense models, or by its first: as asked, in another order, each
+    alone; and whether `sampling_gpu` drew them. In a process of its own: vLLM reads its variables once."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(second))
     from flowrl.workers import sampling_gpu
 
     drawn: list[int] = []
     plain = sampling_gpu.draw
     vars(sampling_gpu)["draw"] = lambda *args: (drawn.append(1), plain(*args))[1]
-    answers, second = [], []
-    for runner in ("1", "0"):
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
-        drawn.clear()
-        role = rollout(folder, Setup())
-        answers.append(generate(role, batch))
-        if runner == "0":
-            answers.append(generate(role, batch.reorder(list(reversed(range(len(batch)))))))
-            answers.append(
-                {row: line for n in range(len(batch)) for row, line in generate(role, batch.rows([n])).items()}
-            )
-        second.append(bool(drawn))
-        role.close()
-    return answers, second
+    role = rollout(folder, Setup())
+    alone: dict[Any, Any] = {}
+    for number in range(len(batch)):
+        alone |= generate(role, batch.rows([number]))
+    answers = [generate(role, batch), generate(role, batch.reorder(list(reversed(range(len(batch)))))), alone]
+    role.close()
+    return answers, bool(drawn)

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.gpu
 
 def test_the_peak_of_each_phase_is_predicted_within_a_tenth(tmp_path: Path) -> None:
     """PPO of a model of half a billion parameters, long enough rows for activations to count."""
-    words = ("model=qwen2.5-0.5b", "runs=ppo", "prompts=64", "samples=4", "prompt=128", "tokens=256", "steps=3")
+    words = ("model=qwen2.5-0.5b", "runs=ppo", "prompts=64", "samples=4", "prompt=128", "tokens=256", "steps=2")
     command = [sys.executable, "-m", "recipes.gpu_steps", f"out={tmp_path}", *words, "cluster.devices=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=230, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     peaks = json.loads((tmp_path / "results.json").read_text())["memory"]
     assert {peak["phase"] for peak in peaks} == {
