@@ -19,6 +19,8 @@ LOGIT_CHUNK_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Logits that the trainer's head holds at once."""
 LOGIT_COPIES = {"cpu": 3, "cuda": 1}
 """Of a chunk beside the logits: a GPU's one kernel writes their gradients, a CPU the steps between as well."""
+HIDDEN_COPIES = 3
+"""Of a micro-batch's hidden states in a pass without gradients: the residual, its norm, and what comes next of either."""
 BATCHED_TOKENS = 8192
 """Tokens that an engine computes at once, at most, unless one sequence is longer."""
 SAMPLED_COPIES = 3
@@ -206,7 +208,7 @@ def _generating(config: Config, shape: ModelShape) -> dict[str, int]:
     section, requests = config.rollout, config.rollout.max_batch_requests
     row = config.data.max_prompt_tokens + section.max_response_tokens
     tokens = engine_batch_tokens(row, requests)
-    width = shape.hidden_size + 3 * shape.active_ffn_size // section.layout.tp
+    width = 3 * shape.hidden_size + 3 * shape.active_ffn_size // section.layout.tp
     sampled = BYTES[section.dtype] + (0 if _dense_runner(config, shape) else 4 * SAMPLED_COPIES)
     made = {
         "activations of the engine": tokens * width * BYTES[section.dtype],
@@ -217,14 +219,19 @@ def _generating(config: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def _pass(section: EngineConfig, shape: ModelShape, config: Config, role: str, *, backward: bool) -> dict[str, int]:
-    """What a pass of a micro-batch makes for the moment."""
+    """What a pass of a micro-batch makes for the moment: a forward pass that of a layer, or that of the head after all of
+    them, whichever is more."""
     parts = {"activations of a micro-batch": _activations(section, shape, config, role, backward=backward)}
-    if role != "critic":
-        parts["logits of a chunk"] = _logits(section, shape, config, role, backward=backward)
-        if backward:
-            # Gradients of chunks are added up in float32.
-            parts["gradient of the head"] = -(-shape.vocab_size // section.layout.tp) * shape.hidden_size * 4
-    return parts
+    if role == "critic":
+        return parts
+    logits = _logits(section, shape, config, role, backward=backward)
+    if backward:
+        # Gradients of chunks are added up in float32.
+        head = -(-shape.vocab_size // section.layout.tp) * shape.hidden_size * 4
+        return parts | {"logits of a chunk": logits, "gradient of the head": head}
+    hidden = microbatch_tokens(section, config, role, backward=False) * HIDDEN_COPIES * shape.hidden_size
+    at_the_head = {"logits of a chunk": logits, "activations of a micro-batch": hidden * BYTES[section.dtype]}
+    return max(parts, at_the_head, key=lambda made: sum(made.values()))
 
 
 def _update(section: TrainedConfig, shape: ModelShape, config: Config, role: str) -> dict[str, int]:
@@ -258,7 +265,10 @@ def _activations(section: EngineConfig, shape: ModelShape, config: Config, role:
         + 3 * shape.active_ffn_size // (layout.etp if shape.num_experts else layout.tp)
     )
     layers = max(trained_layers(shape, layout))
-    if not backward:
+    if not backward and not shape.num_experts:
+        # The feed-forward part: what it is given twice, and its widths before, between and after their product.
+        elements = HIDDEN_COPIES * shape.hidden_size + 4 * shape.ffn_size // layout.tp
+    elif not backward:
         elements = whole
     elif section.recompute:
         elements = layers * shape.hidden_size + whole

@@ -151,6 +151,8 @@ class _TokenOutputs(torch.autograd.Function):
         for rows, ids in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True):
             logits = _shard_logits(rows, weight, first_id, num_valid)
             parts.append(torch.stack(shard_statistics(logits, ids, first_id, group, temperature)))
+            # Or it would be there while the next chunk is made.
+            del logits
         log_probs, entropy, largest, normaliser = torch.cat(parts, dim=1)
         ctx.save_for_backward(hidden, weight, targets, entropy, largest, normaliser)
         ctx.settings = (first_id, num_valid, temperature, chunk)
@@ -173,6 +175,7 @@ class _TokenOutputs(torch.autograd.Function):
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]
+            del grad
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 

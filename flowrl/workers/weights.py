@@ -76,6 +76,25 @@ def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
+class _Views:
+    """Views of parameters. Thousands of them are asked for at every move, so it costs one look at each and no more."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], regions: list[HeldRegion]) -> None:
+        self.regions = regions
+        self._tensors, self._pointers = tensors, [tensor.data_ptr() for tensor in tensors]
+        self._storages = list(
+            {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values()
+        )
+        self._memory = [storage.data_ptr() for storage in self._storages]
+
+    def pointers(self) -> list[int]:
+        """Where parameters lie that still have the memory of the views, also where its storages have moved since."""
+        memory = [storage.data_ptr() for storage in self._storages]
+        if memory != self._memory:
+            self._memory, self._pointers = memory, [tensor.data_ptr() for tensor in self._tensors]
+        return self._pointers
+
+
 class ModelWeights:
     """Weights of a model on this rank.
 
@@ -96,7 +115,7 @@ class ModelWeights:
         self.layout = layout
         self._stages = train_stage_layers(shape.num_layers, train_sizes(layout))
         self._parameters = dict(parameters)
-        self._held: tuple[list[torch.Tensor], list[HeldRegion]] = [], []
+        self._views = _Views([], [])
         self._head = head
         self._places = [place.train for place in places if place.train is not None]
         self._table = self.stage(self._places[dist.get_rank()])
@@ -132,16 +151,14 @@ class ModelWeights:
 
         Views are made once, and anew where parameters were pointed at other memory; they follow a storage that moves.
         """
-        parameters = self._parameters.values()
-        there, regions = self._held
-        if [parameter.data_ptr() for parameter in parameters] != [place.data_ptr() for place in there]:
+        if list(map(torch.Tensor.data_ptr, self._parameters.values())) != self._views.pointers():
             regions = [
                 HeldRegion(piece.tensor, piece.source, parameter.name, _view(local.data, piece.target))
                 for parameter, local in ((row, self._parameters[row.name]) for row in self._table)
                 for piece in parameter.pieces
             ]
-            self._held = [parameter.data for parameter in parameters], regions
-        return regions
+            self._views = _Views([parameter.data for parameter in self._parameters.values()], regions)
+        return self._views.regions
 
     def stages(self) -> Iterator[tuple[int, TrainPlace, tuple[Parameter, ...]]]:
         """The first rank of those that hold the same, its place, and what it holds."""
