@@ -181,10 +181,15 @@ def predicted(tmp_path: Path, shape: ModelShape, words: Sequence[str], gpus: int
     return found
 
 
-def assert_within_a_tenth(found: Mapping[str, int], peaks: Sequence[Mapping[str, Any]]) -> None:
-    measured = {peak["phase"]: peak["measured_bytes"] for peak in peaks}
+def assert_near(found: Mapping[str, int], measured: Mapping[str, float]) -> None:
+    """Every phase within 5 %, which is half of what is promised."""
     assert measured and found.keys() == measured.keys()
-    assert [phase for phase, size in measured.items() if not 0.9 <= found[phase] / size <= 1.1] == []
+    ratios = {phase: found[phase] / size for phase, size in measured.items()}
+    assert {phase: ratio for phase, ratio in ratios.items() if not 0.95 <= ratio <= 1.05} == {}
+
+
+def peaks(stored_peaks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {peak["phase"]: peak["measured_bytes"] for peak in stored_peaks}
 
 
 @pytest.mark.parametrize(
@@ -195,13 +200,17 @@ def assert_within_a_tenth(found: Mapping[str, int], peaks: Sequence[Mapping[str,
 def test_predicted_phases_are_what_a_run_on_a_gpu_was_seen_to_take(
     tmp_path: Path, file: str, words: tuple[str, ...], phases: int
 ) -> None:
-    """Qwen2.5-1.5B on an H200: every phase within a tenth."""
+    """Qwen2.5-1.5B on an H200."""
     content, shape = stored(DATA / f"steps-h200-qwen2.5-1.5b{file}.json"), planned_shape("qwen2.5-1.5b")
     assert isinstance(shape, ModelShape)
     given = [f"{key}={value}" for key, value in content["settings"].items()
              if "." in key and key not in ("reward.function", "data.eval_files")]  # fmt: skip
     assert len(content["memory"]) == phases
-    assert_within_a_tenth(predicted(tmp_path, shape, [*given, *words], 1), content["memory"])
+    assert_near(predicted(tmp_path, shape, [*given, *words], 1), peaks(content["memory"]))
+
+
+ON_TWO_GPUS = ("data.prompts_per_step=64", "rollout.samples_per_prompt=4", "data.max_prompt_tokens=128", "algorithm=grpo",
+               "rollout.max_response_tokens=256", "kl=none", "rollout.cuda_graphs=false", "actor.offload=false")  # fmt: skip
 
 
 def test_predicted_phases_are_what_runs_on_two_gpus_were_seen_to_take(tmp_path: Path) -> None:
@@ -210,21 +219,38 @@ def test_predicted_phases_are_what_runs_on_two_gpus_were_seen_to_take(tmp_path: 
     assert isinstance(shape, ModelShape)
     runs = {run["name"]: run for file in DATA.glob("multi-gpu-2-h200*.json") for run in stored(file)["steps"]}
     assert {"steps_tp", "steps_apart"} <= runs.keys()
-    words = ["data.prompts_per_step=64", "rollout.samples_per_prompt=4", "data.max_prompt_tokens=128", "algorithm=grpo",
-             "rollout.max_response_tokens=256", "kl=none", "rollout.cuda_graphs=false", "actor.offload=false"]  # fmt: skip
     for run in (runs["steps_tp"], runs["steps_apart"]):
         given = [f"{key}={value}" for key, value in run["settings"].items()]
-        found = predicted(tmp_path, replace(shape, num_layers=18), [*words, *given], 2)
-        assert_within_a_tenth(found, run["memory"])
+        found = predicted(tmp_path, replace(shape, num_layers=18), [*ON_TWO_GPUS, *given], 2)
+        assert_near(found, peaks(run["memory"]))
 
 
-def test_an_engine_with_a_wide_vocabulary_is_predicted_with_what_it_counts(tmp_path: Path) -> None:
-    """Generation of Qwen2.5-0.5B on an H200: 64 prompts x 4 samples of 128 and 256 tokens took 2,881,933,312 bytes."""
+def test_a_forward_pass_of_few_layers_is_predicted_by_its_feed_forward_part(tmp_path: Path) -> None:
+    """Llama-7B of two layers in a pipeline of two H200, where what a pass makes for the moment is a fifth of all."""
+    shape = planned_shape("llama-7b")
+    assert isinstance(shape, ModelShape)
+    words = [
+        *ON_TWO_GPUS,
+        "actor.minibatch_prompts=32",
+        "actor.layout.pp=2",
+        "rollout.layout.tp=2",
+        "cluster.devices=2",
+    ]
+    measured = {"generate": 8_901_214_720, "log_probs": 7_712_693_760, "update_actor": 11_990_455_296,
+                "reshard": 7_481_675_264}  # fmt: skip
+    assert_near(predicted(tmp_path, replace(shape, num_layers=2), words, 2), measured)
+
+
+def test_all_phases_of_a_small_model_with_a_wide_vocabulary_are_predicted(tmp_path: Path) -> None:
+    """PPO of Qwen2.5-0.5B on an H200, 64 prompts x 4 samples of 128 and 256 tokens: what tests/gpu/test_prediction.py saw."""
     shape = planned_shape("qwen2.5-0.5b")
     assert isinstance(shape, ModelShape)
     words = ["data.prompts_per_step=64", "rollout.samples_per_prompt=4", "data.max_prompt_tokens=128", "cluster.devices=1",
              "rollout.max_response_tokens=256", "algorithm=gae", "kl=reward", "actor.minibatch_prompts=32"]  # fmt: skip
-    assert predicted(tmp_path, shape, words, 1)["generate"] == pytest.approx(2_881_933_312, rel=0.05)
+    measured = {"generate": 2_881_933_312, "log_probs": 20_166_986_752, "reference": 20_166_986_752,
+                "values": 19_604_198_400, "update_critic": 36_307_908_608, "update_actor": 38_189_389_824,
+                "reshard": 10_291_249_152}  # fmt: skip
+    assert_near(predicted(tmp_path, shape, words, 1), measured)
 
 
 def test_what_an_engine_makes_to_sample_is_of_its_runner() -> None:
