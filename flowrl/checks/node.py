@@ -21,7 +21,7 @@ from flowrl.checks.judgement import ABSENT
 from flowrl.single_controller import Worker, broadcast, register
 
 _SAMPLE_BYTES = 1 << 20
-_PREFIXES = ("NCCL_", "GLOO_")
+_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_")
 
 
 @dataclass(frozen=True)

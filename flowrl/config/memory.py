@@ -20,7 +20,9 @@ LOGIT_CHUNK_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
 LOGIT_COPIES = {"cpu": 3, "cuda": 1}
 """Of a chunk beside the logits: a GPU's one kernel writes their gradients, a CPU the steps between as well."""
 HIDDEN_COPIES = 3
-"""Of a micro-batch's hidden states in a pass without gradients: the residual, its norm, and what comes next of either."""
+"""Hidden states alive at once without gradients: the residual, its norm, and the next layer's output."""
+WIDTHS = {"cpu": 5, "cuda": 4}
+"""Of a feed-forward part alive at once without gradients: both of its inputs, what is between, and their product."""
 BATCHED_TOKENS = 8192
 """Tokens that an engine computes at once, at most, unless one sequence is longer."""
 SAMPLED_COPIES = 3
@@ -95,7 +97,8 @@ def memory(config: Config, shapes: Shapes) -> list[Memory]:
     found: list[Memory] = []
     for pool in pools(config):
         roles = {role.name: role for role in _roles(config, shapes) if pool_name(config, role.name) == pool}
-        found += _phases(pool, roles, config, shapes)
+        always = _expert_workspace(config, shapes.policy) if "rollout" in roles else {}
+        found += [replace(entry, parts={**entry.parts, **always}) for entry in _phases(pool, roles, config, shapes)]
     order = ("generate", "log_probs", "reference", "values", "update_critic", "update_actor", "reshard")
     return sorted(found, key=lambda entry: order.index(entry.phase))
 
@@ -203,12 +206,28 @@ def _counts(config: Config, shape: ModelShape) -> int:
     return int(most) if _dense_runner(config, shape) else 0
 
 
+def _expert_workspace(config: Config, shape: ModelShape) -> dict[str, int]:
+    """What vLLM's Triton kernels of experts work in: for each token of a batch and each expert that it visits, two rows that
+    hold a hidden state or the expert's widths. It is made once and never sleeps."""
+    if config.cluster.device != "cuda" or not shape.num_experts:
+        return {}
+    section = config.rollout
+    tokens = engine_batch_tokens(
+        config.data.max_prompt_tokens + section.max_response_tokens, section.max_batch_requests
+    )
+    width = shape.expert_ffn_size // (1 if section.expert_parallel else section.layout.tp)
+    rows = max(width, shape.hidden_size) + max(2 * width, shape.hidden_size)
+    return {"workspace of experts": tokens * shape.experts_per_token * rows * BYTES[section.dtype]}
+
+
 def _generating(config: Config, shape: ModelShape) -> dict[str, int]:
     """What an engine makes for the moment: the activations of a layer, or what it samples from, whichever is more."""
     section, requests = config.rollout, config.rollout.max_batch_requests
     row = config.data.max_prompt_tokens + section.max_response_tokens
     tokens = engine_batch_tokens(row, requests)
-    width = 3 * shape.hidden_size + 3 * shape.active_ffn_size // section.layout.tp
+    width = HIDDEN_COPIES * shape.hidden_size
+    if not _expert_workspace(config, shape):
+        width += 3 * shape.active_ffn_size // section.layout.tp
     sampled = BYTES[section.dtype] + (0 if _dense_runner(config, shape) else 4 * SAMPLED_COPIES)
     made = {
         "activations of the engine": tokens * width * BYTES[section.dtype],
@@ -219,19 +238,36 @@ def _generating(config: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def _pass(section: EngineConfig, shape: ModelShape, config: Config, role: str, *, backward: bool) -> dict[str, int]:
-    """What a pass of a micro-batch makes for the moment: a forward pass that of a layer, or that of the head after all of
-    them, whichever is more."""
-    parts = {"activations of a micro-batch": _activations(section, shape, config, role, backward=backward)}
-    if role == "critic":
-        return parts
-    logits = _logits(section, shape, config, role, backward=backward)
+    """What a pass of a micro-batch makes for the moment. Without gradients that is a layer's, or the head's after all of
+    them, whichever is more; with gradients what layers keep, and beside it the head's or one mixture's, whichever is more."""
+    made = {"activations of a micro-batch": _activations(section, shape, config, role, backward=backward)}
+    head = {} if role == "critic" else _at_the_head(section, shape, config, role, backward=backward)
+    if backward:
+        return made | max(head, _in_a_mixture(section, shape, config, role), key=_sum)
+    return max(made, head, key=_sum)
+
+
+def _sum(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
+
+
+def _at_the_head(
+    section: EngineConfig, shape: ModelShape, config: Config, role: str, *, backward: bool
+) -> dict[str, int]:
+    """What the head makes; without gradients with the hidden states, all that the layers have left."""
+    logits = {"logits of a chunk": _logits(section, shape, config, role, backward=backward)}
     if backward:
         # Gradients of chunks are added up in float32.
-        head = -(-shape.vocab_size // section.layout.tp) * shape.hidden_size * 4
-        return parts | {"logits of a chunk": logits, "gradient of the head": head}
+        return logits | {"gradient of the head": -(-shape.vocab_size // section.layout.tp) * shape.hidden_size * 4}
     hidden = microbatch_tokens(section, config, role, backward=False) * HIDDEN_COPIES * shape.hidden_size
-    at_the_head = {"logits of a chunk": logits, "activations of a micro-batch": hidden * BYTES[section.dtype]}
-    return max(parts, at_the_head, key=lambda made: sum(made.values()))
+    return {"activations of a micro-batch": hidden * BYTES[section.dtype]} | logits
+
+
+def _in_a_mixture(section: EngineConfig, shape: ModelShape, config: Config, role: str) -> dict[str, int]:
+    """What a layer of experts makes beside what it keeps for its backward pass."""
+    tokens = microbatch_tokens(section, config, role, backward=True)
+    size = tokens * _dispatched(shape, section.layout) * BYTES[section.dtype]
+    return {"tokens by expert": size} if shape.num_experts else {}
 
 
 def _update(section: TrainedConfig, shape: ModelShape, config: Config, role: str) -> dict[str, int]:
@@ -258,18 +294,9 @@ def microbatch_tokens(section: EngineConfig, config: Config, role: str, *, backw
 
 def _activations(section: EngineConfig, shape: ModelShape, config: Config, role: str, *, backward: bool) -> int:
     tokens, layout = microbatch_tokens(section, config, role, backward=backward), section.layout
-    # Per token and layer: residuals and norms, queries to attention output, the two widths of the feed-forward part.
-    whole = (
-        6 * shape.hidden_size
-        + (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // layout.tp
-        + 3 * shape.active_ffn_size // (layout.etp if shape.num_experts else layout.tp)
-    )
-    layers = max(trained_layers(shape, layout))
-    if not backward and not shape.num_experts:
-        # The feed-forward part: what it is given twice, and its widths before, between and after their product.
-        elements = HIDDEN_COPIES * shape.hidden_size + 4 * shape.ffn_size // layout.tp
-    elif not backward:
-        elements = whole
+    layers, whole = max(trained_layers(shape, layout)), _layer_elements(shape, layout)
+    if not backward:
+        elements = _forward_elements(shape, layout, WIDTHS[config.cluster.device])
     elif section.recompute:
         elements = layers * shape.hidden_size + whole
     else:
@@ -278,6 +305,33 @@ def _activations(section: EngineConfig, shape: ModelShape, config: Config, role:
             # Forward passes of chunks that the first stage runs before its first backward pass.
             elements = layers // layout.vpp * whole * (2 * (layout.pp - 1) + (layout.vpp - 1) * layout.pp + 1)
     return tokens * elements * BYTES[section.dtype]
+
+
+def _layer_elements(shape: ModelShape, layout: TrainLayout) -> int:
+    """What a layer keeps of a token for its backward pass."""
+    # Residuals and norms, queries to attention output, the two widths of the feed-forward part.
+    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // layout.tp
+    if not shape.num_experts:
+        return 6 * shape.hidden_size + attention + 3 * shape.ffn_size // layout.tp
+    # Its experts' inputs and widths, and the router's and the dispatcher's copies of what comes and goes; cut along the
+    # sequence beside tensor parallelism.
+    copies = (11 + shape.experts_per_token * layout.etp) * shape.hidden_size // layout.tp
+    return copies + attention + 3 * shape.active_ffn_size // layout.etp
+
+
+def _forward_elements(shape: ModelShape, layout: TrainLayout, widths: int) -> int:
+    """The most that a layer holds of a token at once without gradients: in its feed-forward part."""
+    if not shape.num_experts:
+        return HIDDEN_COPIES * shape.hidden_size + widths * shape.ffn_size // layout.tp
+    copies = 4 * shape.hidden_size // layout.tp + _dispatched(shape, layout)
+    return copies + widths * shape.active_ffn_size // (layout.etp * shape.num_experts)
+
+
+def _dispatched(shape: ModelShape, layout: TrainLayout) -> int:
+    """What a token's copies for its experts are at once: as they came, by expert, each expert's output alone and together;
+    and as they were sent, where they travel."""
+    copies = (4 + (layout.ep > 1)) * shape.experts_per_token
+    return copies * layout.etp * shape.hidden_size // layout.tp
 
 
 def _logits(section: EngineConfig, shape: ModelShape, config: Config, role: str, *, backward: bool) -> int:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from flowrl.config.machine import find_machine
 
+UNLESS_GIVEN = {"TORCH_NCCL_HIGH_PRIORITY": "1", "TRITON_F32_DEFAULT": "ieee"}
+"""On a GPU, where the driver's environment does not say otherwise. Collectives get streams of high priority: copies that are
+launched while an exchange waits for its turn would take the GPU first. And Triton's products of float32, which attention of engines
+in float32 is made of, keep their mantissas whole."""
 GPU_PROCESS_THREADS = 4
 """What a host computes beside a GPU is small: to wake 32 threads for it took 7 ms where one takes 0.1."""
 
@@ -33,15 +39,16 @@ def process_environment(device: str, devices: int, *, cpus: int | None = None) -
     if device == "cuda":
         # Every process sees all GPUs of its node: vLLM's peer-to-peer probe looks up the device with the index `rank`.
         # FlashInfer's sampler compiles at first use and draws from generators of its own.
-        # What travels starts before copies that were asked for later fill the GPU. And attention in float32 is in float32:
-        # Triton would shorten the mantissas of what it multiplies.
-        return variables | {
-            "OMP_NUM_THREADS": str(min(GPU_PROCESS_THREADS, threads)),
-            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-            "TORCH_NCCL_HIGH_PRIORITY": "1",
-            "TRITON_F32_DEFAULT": "ieee",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        }
+        chosen = {name: os.environ.get(name, value) for name, value in UNLESS_GIVEN.items()}
+        return (
+            variables
+            | chosen
+            | {
+                "OMP_NUM_THREADS": str(min(GPU_PROCESS_THREADS, threads)),
+                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+                "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            }
+        )
     return variables | {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": str(threads),

@@ -151,7 +151,7 @@ class _TokenOutputs(torch.autograd.Function):
         for rows, ids in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True):
             logits = _shard_logits(rows, weight, first_id, num_valid)
             parts.append(torch.stack(shard_statistics(logits, ids, first_id, group, temperature)))
-            # Or it would be there while the next chunk is made.
+            # Else it would live on while the next chunk is made; the same below.
             del logits
         log_probs, entropy, largest, normaliser = torch.cat(parts, dim=1)
         ctx.save_for_backward(hidden, weight, targets, entropy, largest, normaliser)

@@ -88,7 +88,7 @@ class _Views:
         self._memory = [storage.data_ptr() for storage in self._storages]
 
     def pointers(self) -> list[int]:
-        """Where parameters lie that still have the memory of the views, also where its storages have moved since."""
+        """Addresses that parameters have while they share the views' storages, wherever those are now."""
         memory = [storage.data_ptr() for storage in self._storages]
         if memory != self._memory:
             self._memory, self._pointers = memory, [tensor.data_ptr() for tensor in self._tensors]

@@ -21,7 +21,7 @@ SIZES = {
     "cuda": tuple(1 << power for power in (20, 24, 26, 28, 30)),
     "cpu": tuple(1 << power for power in (16, 20, 24)),
 }
-"""Bytes that a rank receives in one collective. On a GPU about 2^28 of a bucket's 640 MiB travel in each direction."""
+"""Bytes that a rank receives in one collective. On a GPU more than 2^28 of a bucket's 640 MiB travel in each direction."""
 THROUGH_HOST = 1 << 26
 """The most where ranks share a GPU: over gloo 2^30 take seconds."""
 REPEAT = {"cuda": 10, "cpu": 5}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -69,8 +70,10 @@ def measure(given: Mapping[str, str], extra: Sequence[str]) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
     # Megatron-core warns in every process of optional packages that flowrl does without.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    limit, start = whole_number(given, "limit"), time.monotonic()
     common, added = words(given, model_folder(given), extra)
-    row, peaks = gpu_steps.run("grpo", common, added, out, whole_number(given, "limit"))
+    # The run gets what writing the folder has left.
+    row, peaks = gpu_steps.run("grpo", common, added, out, max(1, limit - int(time.monotonic() - start)))
     told = dict(word.split("=", 1) for word in extra)
     layers = f" of {given['layers']} layers" if "layers" in given else ""
     return {

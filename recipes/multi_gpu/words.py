@@ -31,11 +31,11 @@ KEYS = {
     **{key: f"of the training runs, as recipes.gpu_steps takes it ({key}=...)" for key in WORKLOAD},
     "predict": "write what is planned for 2, 4 and 8 GPUs to this file, and measure nothing",
 }
-LINK_SECONDS, MOVE_SECONDS, STEP_SECONDS = 60, 130, 185
+LINK_SECONDS, MOVE_SECONDS, STEP_SECONDS = 60, 130, 245
 """Limits of parts."""
 STOPPING_SECONDS = 65
 """Between the end that a training run is given and its part's: a run that is told to stop has 60 s for it."""
-LEAST_SECONDS = {"links": 15, "move": 50, "steps": STOPPING_SECONDS + 40}
+LEAST_SECONDS = {"links": 15, "move": 50, "steps": STOPPING_SECONDS + 110}
 """A part is not started with less."""
 
 

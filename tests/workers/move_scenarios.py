@@ -58,6 +58,36 @@ def exact_moves(folder: Path, pairs: Sequence[Pair], bucket_bytes: int) -> dict[
     return results
 
 
+def views_over_time(folder: Path) -> list[str]:
+    """What is wrong with the views of a trainer's parameters: they stay where nothing changes and where a storage goes and
+    comes back, and are made anew where a parameter has other memory."""
+    source = actor(folder, Cell())
+    first, wrong = source.held_regions(), []
+    if source.held_regions() is not first:
+        wrong.append("made anew without reason")
+    storages = {region.tensor.untyped_storage()._cdata: region.tensor.untyped_storage() for region in first}
+    kept = [(storage, storage.clone()) for storage in storages.values()]
+    for storage, _ in kept:
+        storage.resize_(0)
+    for storage, content in kept:
+        storage.resize_(content.nbytes())
+        storage.copy_(content)
+    if source.held_regions() is not first:
+        wrong.append("made anew though storages came back")
+    for name, parameter in source._engine.weights._parameters.items():
+        before = source.held_regions()
+        parameter.data = torch.full_like(parameter, 7.0)
+        again = source.held_regions()
+        news = [
+            region
+            for region, old in zip(again, before, strict=True)
+            if region.tensor.data_ptr() != old.tensor.data_ptr()
+        ]
+        if again is before or not news or any(not bool((region.tensor == 7).all()) for region in news):
+            wrong.append(f"{name} is read where it was")
+    return wrong
+
+
 def transfer_of(role: RolloutWorker, source: ActorWorker, bucket_bytes: int) -> Transfer:
     layouts = Layouts.join(source.sizes(), source.places(), role._sizes, role._places)
     return Transfer(

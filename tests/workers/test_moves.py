@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from models import make_model
-from move_scenarios import Pair, corrupt_a_bucket, die_in_a_bucket, exact_moves, number_elements
+from move_scenarios import Pair, corrupt_a_bucket, die_in_a_bucket, exact_moves, number_elements, views_over_time
 from processes import run
 from rollout_scenarios import Setup
 from scenarios import Cell
@@ -118,6 +118,10 @@ def test_the_grid_has_every_kind_of_move() -> None:
     }
     for name, belongs in kinds.items():
         assert any(belongs(family, cell, setup) for family, _, cell, setup in pairs), name
+
+
+def test_views_of_parameters_are_made_anew_only_where_they_have_other_memory(numbered: dict[str, Path]) -> None:
+    assert run(1, views_over_time, numbered["Qwen3Moe"]) == [[]]
 
 
 def test_two_ranks_receive_what_they_lack_and_no_byte_more(numbered: dict[str, Path]) -> None:

@@ -104,6 +104,17 @@ def test_illegal_prompts_are_named() -> None:
             check_prompts([[1], prompt], ["a", "b"], 3, 131)
 
 
+def test_gpus_have_streams_of_high_priority_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("TORCH_NCCL_HIGH_PRIORITY", "TRITON_F32_DEFAULT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    found = process_environment("cuda", 1, cpus=1)
+    assert [found[name] for name in names] == ["1", "ieee"]
+    monkeypatch.setenv(names[0], "0")
+    assert process_environment("cuda", 1, cpus=1)[names[0]] == "0"
+    assert not set(names) & process_environment("cpu", 1, cpus=1).keys()
+
+
 def test_threads_of_all_processes_fit_the_machine() -> None:
     """CPU-03: threads are CPUs over processes, at least one."""
     assert process_environment("cpu", 2, cpus=8)["OMP_NUM_THREADS"] == "4"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from processes import run
 from scenarios import vocabulary_shards
 
 from flowrl.algorithms.distributions import log_probs_and_entropy
+from flowrl.resharding.measure.meter import Meter
+from flowrl.workers import vocabulary
 from flowrl.workers.vocabulary import logit_gradients, shard_statistics, token_outputs
 
 INF = float("inf")
@@ -69,3 +73,34 @@ def test_sharded_outputs_and_gradients_equal_those_of_the_whole_vocabulary(world
         for got in run(world_size, vocabulary_shards, logits, targets, 11, chunk):
             for value, expected in zip(got, (log_probs, entropy, leaf.grad, leaf.grad.t() @ logits), strict=True):
                 assert torch.allclose(value, expected.detach(), atol=1e-5)
+
+
+def by_rows(function: Callable[..., torch.Tensor], result_dim: int) -> Callable[..., torch.Tensor]:
+    """What a GPU's one kernel does: nothing of the size of the logits is between its argument and its result."""
+
+    def call(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def row(value: Any, number: int) -> Any:
+            return value[number : number + 1] if isinstance(value, torch.Tensor) else value
+
+        parts = [function(row(logits, n), *(row(value, n) for value in rest)) for n in range(len(logits))]
+        return torch.cat(parts, dim=result_dim)
+
+    return call
+
+
+@pytest.mark.parametrize(("backward", "most"), [(False, 1.5), (True, 3.5)])
+def test_a_chunk_of_logits_is_gone_before_the_next_is_made(
+    backward: bool, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of logits; backward its gradients beside it, in rows and together."""
+    for name, dim in (("largest", 0), ("sums", 1), ("gradients", 0)):
+        monkeypatch.setattr(vocabulary, f"_fused_{name}", by_rows(vars(vocabulary)[f"_{name}"], dim))
+    hidden, weight = torch.randn(256, 4, requires_grad=backward), torch.randn(1024, 4, requires_grad=backward)
+    targets = torch.arange(256)
+    with Meter([hidden, weight, targets]) as meter, torch.set_grad_enabled(backward):
+        log_probs, _ = token_outputs(
+            hidden, weight, targets, first_id=0, num_valid=1024, temperature=1.0, chunk_tokens=64
+        )
+        if backward:
+            log_probs.sum().backward()
+    assert 1.0 <= meter.peak_bytes / (64 * 1024 * 4) <= most
