@@ -182,7 +182,7 @@ def predicted(tmp_path: Path, shape: ModelShape, words: Sequence[str], gpus: int
 
 
 def assert_near(found: Mapping[str, int], measured: Mapping[str, float]) -> None:
-    """Every phase within 5 %, which is half of what is promised."""
+    """Every phase within 5 %: tests on a GPU allow 10 %."""
     assert measured and found.keys() == measured.keys()
     ratios = {phase: found[phase] / size for phase, size in measured.items()}
     assert {phase: ratio for phase, ratio in ratios.items() if not 0.95 <= ratio <= 1.05} == {}
@@ -236,9 +236,9 @@ def test_a_forward_pass_of_few_layers_is_predicted_by_its_feed_forward_part(tmp_
         "rollout.layout.tp=2",
         "cluster.devices=2",
     ]
-    measured = {"generate": 8_901_214_720, "log_probs": 7_712_693_760, "update_actor": 11_990_455_296,
-                "reshard": 7_481_675_264}  # fmt: skip
-    assert_near(predicted(tmp_path, replace(shape, num_layers=2), words, 2), measured)
+    content = stored(DATA / "peaks-h200x2-llama-7b-of-2-layers.json")
+    assert len(content["memory"]) == 4
+    assert_near(predicted(tmp_path, replace(shape, num_layers=2), words, 2), peaks(content["memory"]))
 
 
 def test_all_phases_of_a_small_model_with_a_wide_vocabulary_are_predicted(tmp_path: Path) -> None:
@@ -247,10 +247,9 @@ def test_all_phases_of_a_small_model_with_a_wide_vocabulary_are_predicted(tmp_pa
     assert isinstance(shape, ModelShape)
     words = ["data.prompts_per_step=64", "rollout.samples_per_prompt=4", "data.max_prompt_tokens=128", "cluster.devices=1",
              "rollout.max_response_tokens=256", "algorithm=gae", "kl=reward", "actor.minibatch_prompts=32"]  # fmt: skip
-    measured = {"generate": 2_881_933_312, "log_probs": 20_166_986_752, "reference": 20_166_986_752,
-                "values": 19_604_198_400, "update_critic": 36_307_908_608, "update_actor": 38_189_389_824,
-                "reshard": 10_291_249_152}  # fmt: skip
-    assert_near(predicted(tmp_path, shape, words, 1), measured)
+    content = stored(DATA / "peaks-h200-qwen2.5-0.5b.json")
+    assert len(content["memory"]) == 7
+    assert_near(predicted(tmp_path, shape, words, 1), peaks(content["memory"]))
 
 
 def test_what_an_engine_makes_to_sample_is_of_its_runner() -> None:
