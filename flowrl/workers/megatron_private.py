@@ -17,6 +17,7 @@ _make_norm = WrappedTorchNorm.__new__
 _all_to_all = token_dispatcher.all_to_all
 _gather = token_dispatcher.gather_from_sequence_parallel_region
 _reduce_scatter = token_dispatcher.reduce_scatter_to_sequence_parallel_region
+_unpermute = token_dispatcher.unpermute
 
 
 def cure() -> None:
@@ -24,6 +25,7 @@ def cure() -> None:
     # The router looks this name up without asking whether Transformer Engine gave it a meaning.
     vars(moe_utils).setdefault("te_general_gemm", None)
     WrappedTorchNorm.__new__ = _norm
+    token_dispatcher.unpermute = _add_in_order
     if not torch.cuda.is_available():
         token_dispatcher.all_to_all = _all_to_all_of_lists
         token_dispatcher.gather_from_sequence_parallel_region = _gather_unequal
@@ -44,6 +46,22 @@ def _norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
     for parameter in norm.parameters():
         parameter.sequence_parallel = parallel  # type: ignore[attr-defined]
     return norm
+
+
+def _add_in_order(
+    rows: torch.Tensor, tokens: torch.Tensor, restore_shape: torch.Size, probs: torch.Tensor | None = None, **how: Any
+) -> torch.Tensor:
+    """Each token's rows, one of each of its k experts, added in the order of experts and rounded once: [T, h].
+
+    `rows` [T k, h], one expert's after another's, are those of the tokens `tokens` [T k]. On a GPU Megatron-core adds them by atomics,
+    in another order each time, so that the same pass would give other log-probs.
+    """
+    count, hidden = restore_shape
+    others_do = probs is not None or how.get("drop_and_pad") or how.get("fused")
+    if others_do or count == 0 or len(tokens) % count:
+        added: torch.Tensor = _unpermute(rows, tokens, restore_shape, probs, **how)
+        return added
+    return rows.index_select(0, tokens.argsort(stable=True)).view(count, -1, hidden).sum(1)
 
 
 def _list(sizes: torch.Tensor | Sequence[int] | None) -> Sequence[int] | None:

@@ -17,6 +17,7 @@ from test_update import check as check_update
 
 from flowrl.protocol import DataProto
 from flowrl.resharding.ranks import ParallelSizes
+from flowrl.workers import megatron_private
 
 TWO = [Cell(ep=2), Cell(etp=2), Cell(tp=2), Cell(tp=2, etp=2), Cell(tp=2, ep=2), Cell(pp=2), Cell(budget=24)]
 TWO.append(Cell(pp=2, vpp=2, budget=24))
@@ -124,3 +125,26 @@ def test_a_mixture_comes_out_as_it_went_in(model_folder: dict[str, Path], tmp_pa
         written = {name: tensor for file in files for name, tensor in load_file(file).items()}
         assert set(written) == set(expected)
         assert all(torch.equal(written[name], tensor) for name, tensor in expected.items()), cell
+
+
+def test_what_experts_give_for_a_token_is_added_in_float32_and_rounded_once() -> None:
+    """Sixteenths, whose sums float32 holds and bfloat16 does not."""
+    count, experts, visited, hidden = 50, 12, 8, 16
+    routing = torch.rand(count, experts).argsort(1).argsort(1) < visited
+    tokens = torch.arange(count).expand(experts, count).masked_select(routing.T)
+    rows = (torch.randint(-999, 999, (count * visited, hidden)) / 16).bfloat16().requires_grad_()
+    added = megatron_private._add_in_order(rows, tokens, torch.Size([count, hidden]), routing_map=routing, fused=False)
+    exact = torch.zeros(count, hidden).index_add(0, tokens, rows.detach().float())
+    assert torch.equal(added, exact.bfloat16())
+    # On a CPU Megatron-core's own does the same.
+    assert torch.equal(megatron_private._unpermute(rows, tokens, torch.Size([count, hidden])), added)
+    (gradient,) = torch.autograd.grad(added, rows, outer := torch.randn(count, hidden).bfloat16())
+    assert torch.equal(gradient, outer[tokens])
+
+
+def test_no_tokens_for_experts_give_nothing() -> None:
+    nothing = torch.zeros(0, 16)
+    assert megatron_private._add_in_order(nothing, torch.zeros(0, dtype=torch.int64), torch.Size([0, 16])).shape == (
+        0,
+        16,
+    )
