@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import utils  # type: ignore[import-untyped]
+from megatron.core.optimizer import clip_grads  # type: ignore[import-untyped]
 from megatron.core.transformer.moe import moe_utils, token_dispatcher  # type: ignore[import-untyped]
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # type: ignore[import-untyped]
 
@@ -26,6 +28,8 @@ def cure() -> None:
     vars(moe_utils).setdefault("te_general_gemm", None)
     WrappedTorchNorm.__new__ = _norm
     token_dispatcher.unpermute = _add_in_order
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm_of_all, _scale_all
     if not torch.cuda.is_available():
         token_dispatcher.all_to_all = _all_to_all_of_lists
         token_dispatcher.gather_from_sequence_parallel_region = _gather_unequal
@@ -46,6 +50,16 @@ def _norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
     for parameter in norm.parameters():
         parameter.sequence_parallel = parallel  # type: ignore[attr-defined]
     return norm
+
+
+def _norm_of_all(_: int, __: Any, lists: list[list[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
+    """The norm [1] of all tensors together. Megatron-core's own waits for a GPU once for each of them."""
+    return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
+
+
+def _scale_all(_: int, __: Any, lists: list[list[torch.Tensor]], scale: float) -> None:
+    """Multiply the tensors in place: clipping gives the same list as source and as target."""
+    torch._foreach_mul_(lists[1], scale)
 
 
 def _add_in_order(
