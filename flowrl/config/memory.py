@@ -272,8 +272,10 @@ def _in_a_mixture(section: EngineConfig, shape: ModelShape, config: Config, role
 
 def _update(section: TrainedConfig, shape: ModelShape, config: Config, role: str) -> dict[str, int]:
     """What an update makes for the moment: in its passes, or in the optimizer's step, whichever is more."""
-    passes = _pass(section, shape, config, role, backward=True)
-    stepped = _parameters(section, shape) * 4
+    passes, layout = _pass(section, shape, config, role, backward=True), section.layout
+    experts = max(trained_layers(shape, layout)) * -(-shape.expert_parameters // (layout.ep * layout.etp))
+    # Megatron-core has an optimizer for experts, which steps after the other.
+    stepped = max(_parameters(section, shape) - experts, experts) * 4
     if section.distributed_optimizer:
         stepped //= _replicas(section, config, role)
     return passes if sum(passes.values()) >= stepped else {"roots of moments": stepped}
