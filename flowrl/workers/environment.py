@@ -18,7 +18,7 @@ def process_environment(device: str, devices: int, *, cpus: int | None = None) -
     """Variables for each of `devices` processes that share this machine; pass them to the processes' start.
 
     `cpus` is the number of CPUs that the processes share; None: those of this machine, or of its control group. Threads are cpus / devices, at least 1, so that n processes on a small machine do not oversubscribe it; beside a GPU at
-    most `GPU_PROCESS_THREADS`.
+    most `GPU_PROCESS_THREADS`. Those of `UNLESS_GIVEN` are this process' own where it has them.
 
     Errors: `ValueError` for a device other than `cpu` or `cuda`.
     """
@@ -40,15 +40,13 @@ def process_environment(device: str, devices: int, *, cpus: int | None = None) -
         # Every process sees all GPUs of its node: vLLM's peer-to-peer probe looks up the device with the index `rank`.
         # FlashInfer's sampler compiles at first use and draws from generators of its own.
         chosen = {name: os.environ.get(name, value) for name, value in UNLESS_GIVEN.items()}
-        return (
-            variables
-            | chosen
-            | {
-                "OMP_NUM_THREADS": str(min(GPU_PROCESS_THREADS, threads)),
-                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-                "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            }
-        )
+        return {
+            **variables,
+            **chosen,
+            "OMP_NUM_THREADS": str(min(GPU_PROCESS_THREADS, threads)),
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
     return variables | {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": str(threads),

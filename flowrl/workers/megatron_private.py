@@ -1,6 +1,7 @@
-"""Changes to Megatron-core itself, which a mixture of experts needs where Transformer Engine and apex are absent.
+"""Changes to Megatron-core itself where Transformer Engine and apex are absent: what a mixture of experts needs, sums in a fixed
+order, and norms that do not wait for a GPU at every parameter.
 
-Read against Megatron-core 0.16.1. Each one has no effect where Megatron-core does the thing itself.
+Read against Megatron-core 0.16.1. Where those libraries do the thing, it stays theirs.
 """
 
 from __future__ import annotations

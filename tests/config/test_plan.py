@@ -267,6 +267,25 @@ def test_what_an_engine_makes_to_sample_is_of_its_runner() -> None:
     assert found[1]["rollout"] < weights and found[1]["sampling"] == ids * (2 + 3 * 4)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_workspace_of_experts_is_there_in_every_phase_where_an_engine_is(tmp_path: Path, apart: bool) -> None:
+    """Of 8192 tokens x 8 experts, two rows of 2048 in bfloat16: it does not sleep, and a trainer's own GPU has none."""
+    shape = planned_shape("qwen3-30b-a3b")
+    assert isinstance(shape, ModelShape)
+    folder, file = write_config(tmp_path, replace(shape, num_layers=4), "bfloat16"), tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    argv = ["algorithm=grpo", "kl=none", "cluster.devices=2", "actor.layout.ep=2", "rollout.layout.tp=2"]
+    argv += [f"model.path={folder}", f"data.train_files=[{file}]", "data.eval_files=[]", "reward.function=m:f"]
+    argv += ["data.prompts_per_step=64", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=256"]
+    argv += ["placement=standalone_rollout", "cluster.rollout_devices=2"] * apart
+    composed = compose_all(argv, machine=replace(H200, gpus=4))
+    found = memory(composed.config, composed.shapes)
+    rows = {(entry.pool, entry.phase): entry.parts.get("workspace of experts", 0) for entry in found}
+    trainers = {phase for (pool, phase), size in rows.items() if size == 0}
+    assert set(rows.values()) - {0} == {8192 * 8 * (2048 + 2048) * 2}
+    assert trainers == ({"log_probs", "update_actor", "reshard"} if apart else set())
+
+
 def test_an_interleaved_pipeline_is_planned_and_estimated(make_model: MakeModel, tmp_path: Path) -> None:
     """The same weights; activations of five quarters of the layers; micro-batches in groups of two."""
     file = tmp_path / "rows.jsonl"

@@ -143,8 +143,6 @@ def test_what_experts_give_for_a_token_is_added_in_float32_and_rounded_once() ->
 
 
 def test_no_tokens_for_experts_give_nothing() -> None:
-    nothing = torch.zeros(0, 16)
-    assert megatron_private._add_in_order(nothing, torch.zeros(0, dtype=torch.int64), torch.Size([0, 16])).shape == (
-        0,
-        16,
-    )
+    nothing, tokens = torch.zeros(0, 16), torch.zeros(0, dtype=torch.int64)
+    added = megatron_private._add_in_order(nothing, tokens, torch.Size([0, 16]))
+    assert added.shape == (0, 16)
