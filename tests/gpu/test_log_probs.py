@@ -23,10 +23,10 @@ def differences(folder: Path, num_ids: int, dtype: str, *, graphs: bool = False)
 
 @pytest.mark.parametrize("size", ["tiny", "wide"])
 def test_all_three_agree_in_full_precision(request: pytest.FixtureRequest, size: str) -> None:
-    """ROL-01: at a temperature. The bound of the engine is from products with shortened mantissas, as Triton has them by default."""
+    """ROL-01: at a temperature. Workers have Triton's products whole; by default it shortens the mantissas of float32."""
     off = differences(request.getfixturevalue(size), {"tiny": TINY_VOCAB, "wide": WIDE_VOCAB}[size], "float32")
-    assert off["trainer"].max() <= 1e-4, off["trainer"].max()
-    assert off["engine"].max() <= 5e-3, off["engine"].max()
+    for name in ("trainer", "engine"):
+        assert off[name].max() <= 1e-4, (name, off[name].max())
 
 
 @pytest.mark.parametrize("size", ["tiny", "wide"])
