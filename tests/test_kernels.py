@@ -44,8 +44,8 @@ def test_copies_move_16_bytes_at_a_time(capability: int, base: str) -> None:
     """A base that is 0 comes as 32 bits, an address as 64."""
     from flowrl.resharding import copies_gpu
 
-    types = {"tiles": "*i64", "boxes": "*i64", "target_base": base, "source_base": "i64"}
-    constants = {"fields": copies_gpu._FIELDS, "rows_at_once": copies_gpu.ROWS, "words_at_once": copies_gpu.WORDS}
+    types = {"tiles": "*i64", "boxes": "*i64", "target_base": base, "source_base": "i64", "num_tiles": "i32"}
+    constants = {"fields": copies_gpu._FIELDS, "at_once": copies_gpu.VECTORS}
     ptx = compiled(copies_gpu._copy, types, constants, capability)
     assert accesses(ptx, "st") == {"v4.b32"}
     assert accesses(ptx, "ld") == {"v4.b32", "b64"}, "the tables are numbers of 64 bits"

@@ -107,10 +107,10 @@ class Copies:
         if pairs and pairs[0][0].device.type == "cuda":
             self._launch, self._rest = _launch_of_copies(pairs)
 
-    def run(self) -> None:
-        """Make them, on a GPU on the current stream."""
+    def run(self, *, beside_collectives: bool = False) -> None:
+        """Make them, on a GPU on the current stream; `beside_collectives` leaves some of it to those that are under way."""
         if self._launch is not None:
-            self._launch.run()
+            self._launch.run(beside_collectives=beside_collectives)
         copy_all([target for target, _ in self._rest], [source for _, source in self._rest])
 
 
@@ -126,11 +126,11 @@ class BufferCopies:
         if pairs and pairs[0].view.device.type == "cuda":
             self._launch, self._rest = _launch_of_pairs(pairs, dtype, fills)
 
-    def run(self, buffer: torch.Tensor) -> None:
-        """Make them, on a GPU on the current stream. `buffer` is flat, of the given dtype."""
+    def run(self, buffer: torch.Tensor, *, beside_collectives: bool = False) -> None:
+        """As `Copies.run`. `buffer` is flat, of the given dtype."""
         rest = self._pairs
         if self._launch is not None and buffer.data_ptr() % ALIGNMENT == 0:
-            self._launch.run(buffer.data_ptr())
+            self._launch.run(buffer.data_ptr(), beside_collectives=beside_collectives)
             rest = self._rest
         sides = [pair.of(buffer) for pair in rest], [pair.view for pair in rest]
         copy_all(*(sides if self._fills else reversed(sides)))

@@ -8,31 +8,34 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from flowrl.resharding.copy_boxes import Rows, tiles_of
+from flowrl.resharding.copy_boxes import ALIGNMENT, WORD_BYTES, Rows, tiles_of
 
-ROWS, WORDS = 8, 1024
-"""Rows that a program copies, and words of a row that it moves at once."""
+VECTORS = 2048
+"""Of 16 bytes, which a program copies at once. They go on from row to row, so narrow rows keep it as busy as wide ones."""
+BESIDE_COLLECTIVES = 64
+"""Programs that copy while collectives run. As many as fit on the GPU would take the memory's whole rate, and halve the
+collectives' (docs/decisions/0007-forms-of-exchange.md)."""
 _FIELDS = 6
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy(  # type: ignore[no-untyped-def]
-    tiles, boxes, target_base, source_base,
-    fields: tl.constexpr, rows_at_once: tl.constexpr, words_at_once: tl.constexpr,
+    tiles, boxes, target_base, source_base, num_tiles, fields: tl.constexpr, at_once: tl.constexpr
 ):  # fmt: skip
-    box = tl.load(tiles + 2 * tl.program_id(0))
-    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    about = boxes + box * fields
-    target = tl.multiple_of((tl.load(about) + target_base).to(tl.pointer_type(tl.int32)), 16)
-    source = tl.multiple_of((tl.load(about + 1) + source_base).to(tl.pointer_type(tl.int32)), 16)
-    num_rows, num_words = tl.load(about + 2), tl.multiple_of(tl.load(about + 3), 4)
-    target_stride, source_stride = tl.multiple_of(tl.load(about + 4), 4), tl.multiple_of(tl.load(about + 5), 4)
-    rows = first + tl.arange(0, rows_at_once)
-    for start in range(0, num_words, words_at_once):
-        words = start + tl.arange(0, words_at_once)
-        there = (rows < num_rows)[:, None] & (words < num_words)[None, :]
-        values = tl.load(source + rows[:, None] * source_stride + words[None, :], mask=there)
-        tl.store(target + rows[:, None] * target_stride + words[None, :], values, mask=there)
+    lane = tl.arange(0, 4)[None, :]
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        about = boxes + tl.load(tiles + 3 * tile) * fields
+        first_row, first_vector = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2).to(tl.int32)
+        target = tl.multiple_of((tl.load(about) + target_base).to(tl.pointer_type(tl.int32)), 16)
+        source = tl.multiple_of((tl.load(about + 1) + source_base).to(tl.pointer_type(tl.int32)), 16)
+        num_rows, width = tl.load(about + 2), tl.load(about + 3).to(tl.int32) // 4
+        target_stride, source_stride = tl.multiple_of(tl.load(about + 4), 4), tl.multiple_of(tl.load(about + 5), 4)
+        vectors = first_vector + tl.arange(0, at_once)
+        down = vectors // width
+        rows, words = first_row + down, (vectors - down * width) * 4
+        there = (rows < num_rows)[:, None]
+        values = tl.load(source + (rows * source_stride + words)[:, None] + lane, mask=there)
+        tl.store(target + (rows * target_stride + words)[:, None] + lane, values, mask=there)
 
 
 def sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -72,6 +75,12 @@ class Addresses:
         return self._table
 
 
+def _tiles(num_rows: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
+    """[T, 3] int64: box, and the row and the place in it of a tile's first vector; rows of `width` [N] vectors."""
+    box, first = tiles_of(num_rows * width, VECTORS).unbind(1)
+    return torch.stack([box, first // width[box], first % width[box]], dim=1)
+
+
 class CopyLaunch:
     """Copies in one launch; `boxes[i]` are those of copy i. Each side is a tensor for each copy, or None: the boxes count from
     the beginning of a buffer that `run` is given."""
@@ -89,12 +98,13 @@ class CopyLaunch:
         numbers = torch.stack([copy + place * len(boxes) for place in range(len(sides))], dim=1)
         first = 0 if targets is not None else 1
         self._boxes = Addresses(table, tensors, numbers, slice(first, first + len(sides)))
-        self._tiles = tiles_of(table[:, 2], ROWS).to(tensors[0].device)
+        self._tiles = _tiles(table[:, 2], table[:, 3] * WORD_BYTES // ALIGNMENT).to(tensors[0].device)
         self._fills, self._empties = targets is None, sources is None
 
-    def run(self, buffer: int = 0) -> None:
+    def run(self, buffer: int = 0, *, beside_collectives: bool = False) -> None:
         """On the current stream; `buffer` is its address, where one side is a buffer."""
-        _copy[(len(self._tiles),)](
-            self._tiles, self._boxes.now(), buffer * self._fills, buffer * self._empties,
-            fields=_FIELDS, rows_at_once=ROWS, words_at_once=WORDS, num_warps=8,
+        programs = min(len(self._tiles), BESIDE_COLLECTIVES) if beside_collectives else len(self._tiles)
+        _copy[(programs,)](
+            self._tiles, self._boxes.now(), buffer * self._fills, buffer * self._empties, len(self._tiles),
+            fields=_FIELDS, at_once=VECTORS, num_warps=8,
         )  # fmt: skip

@@ -62,9 +62,9 @@ def rows_of(size: Sequence[int], element_bytes: int, target: Place, source: Plac
     ]
 
 
-def tiles_of(num_rows: torch.Tensor, rows_at_once: int) -> torch.Tensor:
-    """[T, 2] int64: (box, its first row) of every program, for boxes of `num_rows` [N] rows."""
-    counts = (num_rows + rows_at_once - 1) // rows_at_once
+def tiles_of(numbers: torch.Tensor, at_once: int) -> torch.Tensor:
+    """[T, 2] int64: (box, the first of its rows or vectors) of every tile, for boxes of `numbers` [N] of them."""
+    counts = (numbers + at_once - 1) // at_once
     box = torch.repeat_interleave(torch.arange(len(counts)), counts)
     first = torch.arange(len(box)) - (counts.cumsum(0) - counts)[box]
-    return torch.stack([box, first * rows_at_once], dim=1)
+    return torch.stack([box, first * at_once], dim=1)

@@ -209,11 +209,11 @@ class Transfer:
                 # What the next stage hands on may have come with this bucket.
                 self._finish(before, traffic, clock)
                 before = None
-            travelling = self._send(bucket, traffic)
+            travelling = self._send(bucket, traffic, beside=before is not None)
             clock.lap(bucket.step.stage)
             self._copy_own(own, clock)
             if before is not None:
-                self._finish(before, traffic, clock)
+                self._finish(before, traffic, clock, beside=True)
             before = travelling
         if before is not None:
             self._finish(before, traffic, clock)
@@ -235,11 +235,11 @@ class Transfer:
     def _copy_own(self, own: Iterator[Copies], clock: Clock) -> None:
         """The next share of what this rank's engine takes from its own trainer."""
         for copies in islice(own, 1):
-            copies.run()
+            copies.run(beside_collectives=bool(self._buckets))
             clock.lap("local")
 
-    def _send(self, bucket: _Bucket, traffic: _Traffic) -> _Travelling:
-        """Pack a bucket and set it on its way."""
+    def _send(self, bucket: _Bucket, traffic: _Traffic, *, beside: bool) -> _Travelling:
+        """Pack a bucket, `beside` one that travels, and set it on its way."""
         step, made = bucket.step, []
         incoming, outgoing = bucket.target, bucket.source
         if incoming is None:
@@ -249,7 +249,7 @@ class Transfer:
             made.append(incoming)
         if outgoing is None:
             buffer = incoming if step.to_all else self._buffer(step.sent)
-            bucket.packs.run(buffer)
+            bucket.packs.run(buffer, beside_collectives=beside)
             outgoing = buffer[step.first_sent : step.first_sent + step.sent]
             made += [] if step.to_all else [buffer]
             traffic.packed += outgoing.nbytes
@@ -267,14 +267,14 @@ class Transfer:
     def _buffer(self, elements: int) -> torch.Tensor:
         return torch.empty(elements, dtype=self._wire_dtype, device=self._device)
 
-    def _finish(self, travelling: _Travelling, traffic: _Traffic, clock: Clock) -> None:
-        """Wait for a bucket and install it."""
+    def _finish(self, travelling: _Travelling, traffic: _Traffic, clock: Clock, *, beside: bool = False) -> None:
+        """Wait for a bucket and install it, `beside` the next one."""
         bucket, incoming = travelling.bucket, travelling.incoming
         for work in travelling.works:
             self.world.wait(work, self._what(bucket.step))
         clock.lap(bucket.step.stage)
         if bucket.target is None:
-            bucket.installs.run(incoming)
+            bucket.installs.run(incoming, beside_collectives=beside)
         traffic.alive -= travelling.extra
         clock.lap("install")
 

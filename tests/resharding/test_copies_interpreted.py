@@ -13,10 +13,12 @@ pytest.importorskip("triton")
 SCRIPT = """
 import sys
 import torch
-from flowrl.resharding import copies
+from flowrl.resharding import copies, copies_gpu
 from flowrl.resharding.copies import Pair
 from flowrl.resharding.copy_boxes import rows_of
 
+# Tiles that end within a row, and programs with several of them.
+copies_gpu.VECTORS, copies_gpu.BESIDE_COLLECTIVES = 16, 3
 draw = torch.Generator().manual_seed(0)
 room = lambda *size: torch.randn(*size, generator=draw).bfloat16()
 
@@ -42,7 +44,7 @@ for start in (0, 8, 3):
         made._launch, made._rest = copies._launch_of_pairs(pairs, torch.bfloat16, fills)
         assert made._launch is not None and made._rest == (pairs[3], pairs[4])
         before = [view.clone() for view in (wide, tall, long, odd)]
-        made.run(buffer)
+        made.run(buffer, beside_collectives=start == 0)
         assert torch.equal(buffer, expected), (start, fills)
         for pair in pairs:
             assert torch.equal(pair.view, pair.of(expected).to(pair.view.dtype)), (start, fills)
@@ -55,7 +57,7 @@ targets = [room(40, 64), room(9000), room(8, 64), room(3)]
 sources = [room(40, 96)[:, 32:], room(9000), room(8, 64), room(3)]
 launch, rest = copies._launch_of_copies(list(zip(targets, sources)))
 assert len(rest) == 1
-launch.run()
+launch.run(beside_collectives=True)
 assert all(torch.equal(target, source) for target, source in zip(targets[:3], sources[:3]))
 print("exact")
 """
