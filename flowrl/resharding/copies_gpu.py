@@ -12,9 +12,6 @@ from flowrl.resharding.copy_boxes import ALIGNMENT, WORD_BYTES, Rows, tiles_of
 
 VECTORS = 2048
 """Of 16 bytes, which a program copies at once. They go on from row to row, so narrow rows keep it as busy as wide ones."""
-BESIDE_COLLECTIVES = 64
-"""Programs that copy while collectives run. As many as fit on the GPU would take the memory's whole rate, and halve the
-collectives' (docs/decisions/0007-forms-of-exchange.md)."""
 _FIELDS = 6
 
 
@@ -75,6 +72,12 @@ class Addresses:
         return self._table
 
 
+def programs_beside_collectives(device: torch.device) -> int:
+    """One on each of three fifths of the GPU's multiprocessors. Copies on all of them would take the memory's whole rate, and the
+    collectives would run at half of theirs (docs/decisions/0007-forms-of-exchange.md)."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) * 3 // 5
+
+
 def _tiles(num_rows: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     """[T, 3] int64: box, and the row and the place in it of a tile's first vector; rows of `width` [N] vectors."""
     box, first = tiles_of(num_rows * width, VECTORS).unbind(1)
@@ -103,7 +106,9 @@ class CopyLaunch:
 
     def run(self, buffer: int = 0, *, beside_collectives: bool = False) -> None:
         """On the current stream; `buffer` is its address, where one side is a buffer."""
-        programs = min(len(self._tiles), BESIDE_COLLECTIVES) if beside_collectives else len(self._tiles)
+        programs = len(self._tiles)
+        if beside_collectives:
+            programs = min(programs, programs_beside_collectives(self._tiles.device))
         _copy[(programs,)](
             self._tiles, self._boxes.now(), buffer * self._fills, buffer * self._empties, len(self._tiles),
             fields=_FIELDS, at_once=VECTORS, num_warps=8,

@@ -18,7 +18,7 @@ from flowrl.resharding.copies import Pair
 from flowrl.resharding.copy_boxes import rows_of
 
 # Tiles that end within a row, and programs with several of them.
-copies_gpu.VECTORS, copies_gpu.BESIDE_COLLECTIVES = 16, 3
+copies_gpu.VECTORS, copies_gpu.programs_beside_collectives = 16, lambda device: 3
 draw = torch.Generator().manual_seed(0)
 room = lambda *size: torch.randn(*size, generator=draw).bfloat16()
 
