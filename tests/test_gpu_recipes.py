@@ -20,6 +20,7 @@ from flowrl.config.compose import compose
 from flowrl.config.model_shape import read_model_shape
 from flowrl.data.tokenizer import load_tokenizer
 from flowrl.resharding.measure import page
+from flowrl.resharding.measure.gpu_tables import cells, headings
 from flowrl.resharding.shapes import SHAPES
 from flowrl.workers.benchmark import main as benchmark
 from flowrl.workers.hf_weights import HFFolder
@@ -135,6 +136,15 @@ def test_learning_is_told_by_held_out_rewards() -> None:
     assert found["first_steps_reward"] == pytest.approx(0.3) and found["last_steps_reward"] == pytest.approx(0.8)
     with pytest.raises(ValueError, match="0 steps and 1 evaluations"):
         smollm2.summary(rows[:1], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(2, [1]), (4, [1, 2, 3]), (9, [1, 2, 4, 8]), (41, [1, 2, 4, 8, 16, 32, 40])]
+)
+def test_a_curve_is_told_by_its_beginning_and_its_end(count: int, shown: list[int]) -> None:
+    row = {"evaluations": [[10 * n, n / 100] for n in range(count)]}
+    curve = cells("learning", {"rows": [row]})[0][headings("learning").index("held-out reward after step")]
+    assert curve == ", ".join(f"{10 * n}: {n / 100:.3f}" for n in shown)
 
 
 def test_absent_packages_of_the_real_model_are_named_with_the_remedy(

@@ -225,18 +225,16 @@ def test_predicted_phases_are_what_runs_on_two_gpus_were_seen_to_take(tmp_path: 
         assert_near(found, peaks(run["memory"]))
 
 
-def test_a_forward_pass_of_few_layers_is_predicted_by_its_feed_forward_part(tmp_path: Path) -> None:
-    """Llama-7B of two layers in a pipeline of two H200, where what a pass makes for the moment is a fifth of all."""
-    shape = planned_shape("llama-7b")
+@pytest.mark.parametrize(("model", "layout"), [("llama-7b", "pp=2"), ("qwen3-30b-a3b", "ep=2")])
+def test_runs_of_two_layers_are_predicted_by_what_they_make_for_the_moment(
+    tmp_path: Path, model: str, layout: str
+) -> None:
+    """A pipeline and experts in parallel, on two H200: of the pipeline what a forward pass makes is a fifth of all."""
+    shape = planned_shape(model)
     assert isinstance(shape, ModelShape)
-    words = [
-        *ON_TWO_GPUS,
-        "actor.minibatch_prompts=32",
-        "actor.layout.pp=2",
-        "rollout.layout.tp=2",
-        "cluster.devices=2",
-    ]
-    content = stored(DATA / "peaks-h200x2-llama-7b-of-2-layers.json")
+    words = [*ON_TWO_GPUS, "actor.minibatch_prompts=32", f"actor.layout.{layout}"]
+    words += ["rollout.layout.tp=2", "cluster.devices=2"]
+    content = stored(DATA / f"peaks-h200x2-{model}-of-2-layers.json")
     assert len(content["memory"]) == 4
     assert_near(predicted(tmp_path, replace(shape, num_layers=2), words, 2), peaks(content["memory"]))
 

@@ -21,6 +21,13 @@ def _text(key: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: str(row.get(key, "-"))
 
 
+def _curve(row: Mapping[str, Any]) -> str:
+    """Held-out rewards by step: early ones close together, later ones twice as far apart each time, and the last."""
+    evaluations: Sequence[Sequence[float]] = row["evaluations"]
+    shown = {len(evaluations) - 1, *(2**power for power in range((len(evaluations) - 1).bit_length()))}
+    return ", ".join(f"{evaluations[n][0]:.0f}: {evaluations[n][1]:.3f}" for n in sorted(shown))
+
+
 PERCENT = "{:.1f} %"
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "train": (
@@ -90,6 +97,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("minutes", _number("minutes", "{:.1f}")),
         ("held-out reward before", _number("reward_before", "{:.3f}")),
         ("after", _number("reward_after", "{:.3f}")),
+        ("held-out reward after step", _curve),
         ("reward of the first steps", _number("first_steps_reward", "{:.3f}")),
         ("of the last", _number("last_steps_reward", "{:.3f}")),
     ),
