@@ -111,12 +111,12 @@ def move_until_a_death(transfer: Transfer, held: Sequence[Any], victim: int) -> 
     if world.rank == victim:
         send, count = transfer._send, 0
 
-        def die(*arguments: Any) -> Any:
+        def die(*arguments: Any, **options: Any) -> Any:
             nonlocal count
             count += 1
             if count > 2:
                 os._exit(1)
-            return send(*arguments)
+            return send(*arguments, **options)
 
         transfer._send = die  # type: ignore[method-assign]
     start = time.monotonic()
