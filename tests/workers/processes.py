@@ -97,7 +97,8 @@ def _run(pools: Sequence[tuple[int, str, bytes]], dying: Collection[int]) -> lis
             for pipe in ready:
                 results[pending[pipe]] = _result(pipe, pending[pipe], dying)
         for process in processes:
-            process.join(20)
+            # After a death the others would wait for it at their end.
+            process.join(0 if dying else 20)
     finally:
         for process in processes:
             if process.is_alive():
