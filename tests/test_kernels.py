@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 backends = pytest.importorskip("triton.backends.compiler")
@@ -50,6 +52,18 @@ def test_copies_move_16_bytes_at_a_time(capability: int, base: str) -> None:
     assert accesses(ptx, "st") == {"v4.b32"}
     assert accesses(ptx, "ld") == {"v4.b32", "b64"}, "the tables are numbers of 64 bits"
     assert ".local" not in ptx
+
+
+@pytest.mark.parametrize(("multiprocessors", "programs"), [(132, 79), (108, 64), (1, 1)])
+def test_copies_beside_collectives_leave_some_multiprocessors(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, programs: int
+) -> None:
+    from flowrl.resharding import copies_gpu
+
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=multiprocessors)
+    )
+    assert copies_gpu.programs_beside_collectives(torch.device("cuda")) == programs
 
 
 @pytest.mark.parametrize("capability", (A100, H100))

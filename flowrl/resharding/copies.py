@@ -104,11 +104,13 @@ class Copies:
         """`pairs`: (target, source), all targets on one device."""
         self._launch: CopyLaunch | None = None
         self._rest = list(pairs)
+        self.nbytes = sum(target.nbytes for target, _ in pairs)
         if pairs and pairs[0][0].device.type == "cuda":
             self._launch, self._rest = _launch_of_copies(pairs)
 
     def run(self, *, beside_collectives: bool = False) -> None:
-        """Make them, on a GPU on the current stream; `beside_collectives` leaves some of it to those that are under way."""
+        """Make them, on a GPU on the current stream. `beside_collectives` leaves a part of it to those that are under way, except
+        where copies round or are not aligned, which PyTorch makes."""
         if self._launch is not None:
             self._launch.run(beside_collectives=beside_collectives)
         copy_all([target for target, _ in self._rest], [source for _, source in self._rest])

@@ -15,7 +15,7 @@ VECTORS = 2048
 _FIELDS = 6
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tiles"])  # type: ignore[untyped-decorator]
 def _copy(  # type: ignore[no-untyped-def]
     tiles, boxes, target_base, source_base, num_tiles, fields: tl.constexpr, at_once: tl.constexpr
 ):  # fmt: skip
@@ -73,9 +73,9 @@ class Addresses:
 
 
 def programs_beside_collectives(device: torch.device) -> int:
-    """One on each of three fifths of the GPU's multiprocessors. Copies on all of them would take the memory's whole rate, and the
+    """As many as three fifths of the GPU's multiprocessors, on which they spread. Copies on all of them would take the memory's whole rate, and the
     collectives would run at half of theirs (docs/decisions/0007-forms-of-exchange.md)."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) * 3 // 5
+    return max(1, int(torch.cuda.get_device_properties(device).multi_processor_count) * 3 // 5)
 
 
 def _tiles(num_rows: torch.Tensor, width: torch.Tensor) -> torch.Tensor:

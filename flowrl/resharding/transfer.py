@@ -3,8 +3,8 @@
 Every rank makes the same plan (see `plan`) without talking, and replays its own part at every move: what it holds and
 needs itself it copies; what it lacks arrives stage by stage in buckets of bounded size, each one exchange of exact
 parts among the ranks of its group. While a bucket travels the one before is installed, and a share of what the rank has itself is
-copied with every bucket of the first stage: on a GPU collectives have a stream of their own, and all copies, which are an order
-of magnitude faster than links, share the current one.
+copied with every bucket of the first stage: on a GPU collectives have a stream of their own, and all copies share the current one.
+Beside a collective they take a part of the GPU, which is three times as fast as links and leaves the collective its speed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ from flowrl.resharding.proof import prove
 from flowrl.resharding.recorder import Recording, place_of
 from flowrl.resharding.steps import Step
 from flowrl.resharding.world import World, default_world
+
+_MOST_BESIDE = 2.5
+"""Own copies of up to so many times the bytes of a bucket leave it its speed: with the bucket's own two they end about when it
+does. Where there are more, the move waits for them."""
 
 
 class Held(Protocol):
@@ -211,7 +215,7 @@ class Transfer:
                 before = None
             travelling = self._send(bucket, traffic, beside=before is not None)
             clock.lap(bucket.step.stage)
-            self._copy_own(own, clock)
+            self._copy_own(own, clock, bucket.step)
             if before is not None:
                 self._finish(before, traffic, clock, beside=True)
             before = travelling
@@ -232,10 +236,11 @@ class Transfer:
             stage_seconds,
         )
 
-    def _copy_own(self, own: Iterator[Copies], clock: Clock) -> None:
-        """The next share of what this rank's engine takes from its own trainer."""
+    def _copy_own(self, own: Iterator[Copies], clock: Clock, beside: Step | None = None) -> None:
+        """The next share of what this rank's engine takes from its own trainer, `beside` a bucket that travels."""
+        travels = max(beside.sent, beside.received) * self._wire_dtype.itemsize if beside is not None else 0
         for copies in islice(own, 1):
-            copies.run(beside_collectives=bool(self._buckets))
+            copies.run(beside_collectives=copies.nbytes <= _MOST_BESIDE * travels)
             clock.lap("local")
 
     def _send(self, bucket: _Bucket, traffic: _Traffic, *, beside: bool) -> _Travelling:

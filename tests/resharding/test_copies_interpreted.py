@@ -59,6 +59,17 @@ launch, rest = copies._launch_of_copies(list(zip(targets, sources)))
 assert len(rest) == 1
 launch.run(beside_collectives=True)
 assert all(torch.equal(target, source) for target, source in zip(targets[:3], sources[:3]))
+
+# As many programs as tiles, or so many as leave a part of the device.
+kernel, grids = copies_gpu._copy, []
+class Grids:
+    def __getitem__(self, grid):
+        grids.append(grid)
+        return kernel[grid]
+copies_gpu._copy = Grids()
+launch.run()
+launch.run(beside_collectives=True)
+assert grids == [(len(launch._tiles),), (3,)] and len(launch._tiles) > 3
 print("exact")
 """
 

@@ -15,9 +15,13 @@ from safetensors.torch import load_file, save_file
 from scenarios import Cell, actor, sizes_of
 
 from flowrl.config.model_shape import read_model_shape
+from flowrl.resharding import exchange
+from flowrl.resharding import transfer as transfer_module
+from flowrl.resharding.copies import BufferCopies, Copies
 from flowrl.resharding.layouts import Layouts, common_places, rollout_sizes
 from flowrl.resharding.recorder import place_of
 from flowrl.resharding.transfer import MoveReport, Transfer
+from flowrl.resharding.world import World
 from flowrl.workers.actor import ActorWorker
 from flowrl.workers.rollout import RolloutWorker
 
@@ -131,6 +135,38 @@ def die_in_a_bucket(folder: Path, cell: Cell, setup: Setup, victim: int, bucket:
     except RuntimeError as error:
         return str(error), time.monotonic() - start
     return None
+
+
+def copies_of_a_move(folder: Path, cell: Cell, setup: Setup, most_beside: float) -> list[tuple[str, bool, bool]]:
+    """Of every copy: which it is, whether it was told of collectives beside it, and whether any were under way."""
+    source, role = pair(folder, folder, cell, setup)
+    transfer = transfer_of(role, source, 8192)
+    found, under_way = [], set()
+
+    def watched(make: Any) -> Any:
+        def run(copies: Any, *arguments: Any, beside_collectives: bool = False) -> None:
+            kind = "own" if isinstance(copies, Copies) else "pack" if copies._fills else "install"
+            found.append((kind, beside_collectives, bool(under_way)))
+            make(copies, *arguments, beside_collectives=beside_collectives)
+
+        return run
+
+    def start(*arguments: Any) -> list[Any]:
+        works = exchange.start(*arguments)
+        under_way.update(map(id, works))
+        return works
+
+    def wait(world: World, work: Any, what: str) -> None:
+        waited(world, work, what)
+        under_way.discard(id(work))
+
+    waited = World.wait
+    vars(transfer_module).update(start=start, _MOST_BESIDE=most_beside)
+    for kind in (Copies, BufferCopies):
+        kind.run = watched(kind.run)  # type: ignore[method-assign]
+    World.wait = wait  # type: ignore[method-assign]
+    transfer.move(source.held_regions())
+    return found
 
 
 class _Corrupted:

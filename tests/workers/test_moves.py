@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 from models import make_model
-from move_scenarios import Pair, corrupt_a_bucket, die_in_a_bucket, exact_moves, number_elements, views_over_time
+from move_scenarios import (
+    Pair,
+    copies_of_a_move,
+    corrupt_a_bucket,
+    die_in_a_bucket,
+    exact_moves,
+    number_elements,
+    views_over_time,
+)
 from processes import run
 from rollout_scenarios import Setup
 from scenarios import Cell
@@ -183,6 +191,28 @@ def test_a_death_inside_a_stage_ends_the_move_of_all_others(
         assert message.startswith(f"rank {rank}: the ") and "failed, because a rank has died or given up" in message
         assert "of stage " in message
         assert seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("world", "cell", "setup", "stages"),
+    [(2, Cell(tp=2), Setup(), 1), (4, Cell(tp=2, pp=2), Setup(), 2), (2, Cell(), Setup(tp=2), 0)],
+    ids=["one stage", "two stages", "nothing travels"],
+)
+def test_copies_leave_a_part_of_the_device_to_collectives_that_are_under_way(
+    numbered: dict[str, Path], world: int, cell: Cell, setup: Setup, stages: int
+) -> None:
+    """And have all of it where none are: before the first bucket of a stage and after the last."""
+    for found in run(world, copies_of_a_move, numbered["Llama"], cell, setup, 1e9):
+        assert {kind for kind, _, _ in found} >= ({"own", "pack", "install"} if stages == 1 else {"own"})
+        assert all(told == under_way for _, told, under_way in found), found
+        assert any(told for _, told, _ in found) == bool(stages)
+        assert sum(kind == "install" and not told for kind, told, _ in found) <= stages
+
+
+def test_own_copies_that_outlast_their_bucket_have_the_whole_device(numbered: dict[str, Path]) -> None:
+    for found in run(2, copies_of_a_move, numbered["Llama"], Cell(tp=2), Setup(), 0.0):
+        assert not any(told for kind, told, _ in found if kind == "own")
+        assert any(told for kind, told, _ in found if kind == "pack")
 
 
 def test_a_corrupted_bucket_is_found_and_named(numbered: dict[str, Path]) -> None:
