@@ -85,17 +85,25 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _links(wanted: Wanted) -> dict[str, object]:
-    return {"device": wanted.device, "backend": wanted.backend, "devices": wanted.devices}
+    return {
+        "device": wanted.device,
+        "backend": wanted.backend,
+        "devices": wanted.devices,
+        "models": {**wanted.models},
+        "trained": {**wanted.trained},
+        "layers": wanted.most_layers,
+        "workload": {**wanted.workload},
+    }
 
 
 def _check_folder(wanted: Wanted) -> None:
-    """Errors: `ValueError` where the folder holds figures of other links: rates of one would be divided by those of another."""
+    """Errors: `ValueError` where the folder holds figures of other links, whose rates would be mixed, or of other models."""
     now, parts = _links(wanted), [file.parent.name for file in sorted(wanted.out.glob("*/results.json"))]
-    before = {key: _read(wanted.out / "plan.json").get(key) for key in now}
-    if parts and before != now:
-        raise ValueError(
-            f"out={str(wanted.out)!r} holds parts ({', '.join(parts[:4])}) of {before}, and this is {now}; give another folder"
-        )
+    before = _read(wanted.out / "plan.json")
+    other = [key for key in now if before.get(key) != now[key]]
+    if parts and other:
+        told = "; ".join(f"{key} {before.get(key)}, and this is {now[key]}" for key in other)
+        raise ValueError(f"out={str(wanted.out)!r} holds parts ({', '.join(parts[:4])}) of {told}; give another folder")
 
 
 def _show(console: Console, table: tables.Table) -> None:

@@ -33,11 +33,11 @@ from flowrl.resharding.measure.processes import RankFailed, run_ranks
 from flowrl.resharding.measure.report import origin
 from flowrl.resharding.shapes import SHAPES, planned_shape
 from flowrl.resharding.words import make_folder, output_path, parse_words, whole_number
-from recipes.limited import run_limited
+from recipes.limited import run_measured
 
 KEYS = {
     "out": "folder for results.json and the runs",
-    "model": "a named shape, for which random weights are written, or what model.path takes (qwen2.5-1.5b)",
+    "model": "a named shape, for which random weights are written, or a model's folder (qwen2.5-1.5b)",
     "runs": "grpo, ppo or both (grpo,ppo)",
     "prompts": "of a step (256)",
     "samples": "of a prompt (4)",
@@ -158,12 +158,13 @@ def run(
     own = own_words(name, extra, out)
     command = [sys.executable, "-m", "flowrl.main_ppo", *common, *own, *extra]
     log = out / f"{name}.log"
-    with log.open("wb") as written:
-        code = run_limited(command, limit_seconds, written)
-    metrics = out / name / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    if sum(row["step"] > 1 for row in rows) == 0:
-        raise RuntimeError(f"{name} ended with {code} before its second step:\n{log.read_text()[-3000:]}")
+    try:
+        with log.open("wb") as written:
+            rows = run_measured(command, limit_seconds, out / name, written)
+        if sum(row["step"] > 1 for row in rows) == 0:
+            raise RuntimeError("it ended before its second step")
+    except RuntimeError as error:
+        raise RuntimeError(f"no result of {name}: {error}:\n{log.read_text()[-3000:]}") from None
     settings = dict(word.split("=", 1) for word in common)
     samples = int(settings["data.prompts_per_step"]) * int(settings["rollout.samples_per_prompt"])
     return summary(name, rows, samples), peaks(name, rows, [*common, *own, *extra])

@@ -28,7 +28,7 @@ from flowrl.config.machine import find_machine
 from flowrl.resharding.measure.gpu_tables import cells, headings
 from flowrl.resharding.measure.report import origin
 from flowrl.resharding.words import make_folder, output_path, parse_words, whole_number
-from recipes.limited import run_limited
+from recipes.limited import run_measured
 
 KEYS = {
     "out": "folder for results.json and the run",
@@ -142,14 +142,11 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     start = time.monotonic()
     # A run that takes too long is asked to stop; what it has measured until then counts.
-    code = run_limited(words, limit)
-    minutes = (time.monotonic() - start) / 60
-    metrics = out / "run" / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     try:
-        row = summary(rows, minutes)
-    except ValueError as error:
-        sys.stderr.write(f"error: main_ppo ended with {code}: {error}\n")
+        rows = run_measured(words, limit, out / "run")
+        row = summary(rows, (time.monotonic() - start) / 60)
+    except (ValueError, RuntimeError) as error:
+        sys.stderr.write(f"error: no result of main_ppo: {error}\n")
         return 1
     settings = {key: value for key, value in (w.split("=", 1) for w in words[3:]) if str(out) not in value}
     settings.pop("model.path", None)

@@ -26,6 +26,7 @@ from flowrl.workers.benchmark import main as benchmark
 from flowrl.workers.hf_weights import HFFolder
 from flowrl.workers.random_model import write_random_model
 from recipes import bench_multi_gpu, gpu_check, gpu_steps, smollm2
+from recipes.limited import run_measured
 
 ROOT = Path(__file__).parent.parent
 ORIGIN = {
@@ -145,6 +146,77 @@ def test_a_curve_is_told_by_its_beginning_and_its_end(count: int, shown: list[in
     row = {"evaluations": [[10 * n, n / 100] for n in range(count)]}
     curve = cells("learning", {"rows": [row]})[0][headings("learning").index("held-out reward after step")]
     assert curve == ", ".join(f"{10 * n}: {n / 100:.3f}" for n in shown)
+
+
+RUN = """
+import pathlib, signal, sys, time
+ending, metrics = sys.argv[1], pathlib.Path(sys.argv[2])
+if ending in ("good", "failed", "stopped"):
+    metrics.write_text('{"step": 1}\\n')
+if ending == "stopped":
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    time.sleep(60)
+sys.exit({"good": 0, "failed": 1, "refused": 2, "early": 130}[ending])
+"""
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_only_what_a_run_measured_itself_is_its_result(tmp_path: Path, before: bool) -> None:
+    """Not what another one left there, nor what one that failed measured until then."""
+    metrics = tmp_path / "metrics.jsonl"
+    if before:
+        metrics.write_text('{"step": 7}\n')
+
+    def measured(ending: str) -> list[dict[str, Any]]:
+        return run_measured([sys.executable, "-c", RUN, ending, str(metrics)], 3, tmp_path)
+
+    assert measured("early") == []
+    with pytest.raises(RuntimeError, match="ended with code 2"):
+        measured("refused")
+    with pytest.raises(RuntimeError, match="ended with code 1"):
+        measured("failed")
+    assert measured("good") == measured("stopped") == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("train-h200-x.json", "{}", "KeyError: 'settings'"),
+        ("train-h200-x.json", "{bad", "JSONDecodeError"),
+        ("learning-x.json", '{"model": "m", "settings": {}, "rows": [{"evaluations": []}]}', "IndexError"),
+        ("install-x.json", "[]", "TypeError"),
+    ],
+)
+def test_a_file_that_no_command_wrote_is_named_and_no_page_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str
+) -> None:
+    page_of_all, data = tmp_path / "page.md", tmp_path / "data"
+    data.mkdir()
+    page_of_all.write_text("".join(f"<!-- {kind} -->\n<!-- end -->\n" for kind in ("train", "learning", "install")))
+    (data / name).write_text(text)
+    monkeypatch.setattr(page, "DOCUMENTS", (page_of_all,))
+    before = page_of_all.read_text()
+    assert page.main([]) == 2 and page_of_all.read_text() == before
+    shown = capsys.readouterr().err
+    assert name in shown and said in shown and "Traceback" not in shown
+    (data / name).unlink()
+    assert page.main([]) == 0 and "(No results are stored yet.)" in page_of_all.read_text()
+    assert page.main(["bogus"]) == 2 and page.main(["--help"]) == 0
+
+
+def test_a_move_on_a_cpu_has_no_share_of_a_copy() -> None:
+    row = dict(model="m", stage_seconds={"local": 0.5}, installed_bytes_max=10**9, copy_gb_per_second=None,
+               seconds_median=1.0, install_gb_per_second=1.0, fingerprint_seconds=0.1, bit_exact=True)  # fmt: skip
+    line = dict(zip(headings("install"), cells("install", {"rows": [row]})[0], strict=True))
+    assert line["copies, GB/s read and written"] == "4" and line["share"] == line["share, whole move"] == "-"
+
+
+def test_a_place_for_the_real_model_that_is_taken_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for taken in (tmp_path / "file", tmp_path):
+        with pytest.raises(ValueError, match="is not empty and holds no config.json"):
+            converter.write_smollm2(taken)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_absent_packages_of_the_real_model_are_named_with_the_remedy(

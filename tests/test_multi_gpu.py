@@ -160,6 +160,9 @@ def test_a_part_that_hangs_does_not_keep_the_others_from_their_turn(tmp_path: Pa
         (["dense=deepseek-v3"], "deepseek-v3 cannot be built here"),
         (["part=links"], "did you mean parts=...?"),
         (["limit=0"], "limit=0 must be a whole number"),
+        (["prompts=0"], "prompts=0 must be a whole number"),
+        (["parts=,"], "has an empty name"),
+        (["parts=links,"], "has an empty name"),
     ],
 )
 def test_bad_words_are_named(words: list[str], message: str) -> None:
@@ -200,9 +203,19 @@ def test_figures_of_other_links_are_not_mixed(tmp_path: Path, capsys: pytest.Cap
         (tmp_path / "plan.json").write_text(plan)
         assert bench_multi_gpu.main([f"out={tmp_path}", "device=cpu", "gpus=2"]) == 2
         told = capsys.readouterr().err
-        assert "holds parts (links) of" in told and told.endswith("'devices': 2}; give another folder\n")
-    (tmp_path / "plan.json").write_text('{"device": "cpu", "backend": "gloo", "devices": 2}')
-    bench_multi_gpu._check_folder(parse([f"out={tmp_path}", "device=cpu", "gpus=2"], HOST))
+        assert "holds parts (links) of device " in told and told.endswith("; give another folder\n")
+    wanted = parse([f"out={tmp_path}", "device=cpu", "gpus=2", "layers=2", "prompts=4"], HOST)
+    (tmp_path / "plan.json").write_text(json.dumps(bench_multi_gpu._links(wanted)))
+    bench_multi_gpu._check_folder(wanted)
+    for word, said in (
+        ("layers=4", "layers 2, and this is 4"),
+        ("prompts=8", "{'prompts': '8'}"),
+        ("dense=llama-1b", "models"),
+    ):
+        with pytest.raises(ValueError, match="give another folder") as error:
+            words = [f"out={tmp_path}", "device=cpu", "gpus=2", "layers=2", "prompts=4"]
+            bench_multi_gpu._check_folder(parse([w for w in words if w[:5] != word[:5]] + [word], HOST))
+        assert said in str(error.value)
 
 
 def test_parts_that_are_none_are_left_out_of_the_results(tmp_path: Path) -> None:

@@ -34,9 +34,14 @@ def find_weights() -> Path:
 
 
 def write_smollm2(target: Path) -> Path:
-    """Write the model's folder, complete or absent, unless it is there; return it. Error: as `find_weights`."""
+    """Write the model's folder, complete or absent, unless it is there; return it. Errors: `ValueError` where something else
+    is there; as `find_weights`."""
     if (target / "config.json").is_file():
         return target
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(
+            f"{target} is not empty and holds no config.json; name a folder that has the model, or none yet"
+        )
     weights = find_weights()
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.making-", dir=target.parent))

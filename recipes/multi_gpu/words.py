@@ -94,11 +94,19 @@ def parse(arguments: Sequence[str], machine: Machine) -> Wanted:
         most_layers=whole_number(given, "layers", 1 << 20),
         repeat=whole_number(given, "repeat", 5),
         limit_seconds=whole_number(given, "limit", 570),
-        parts=tuple(given["parts"].split(",")) if "parts" in given else ("",),
-        workload={key: given[key] for key in WORKLOAD if key in given},
+        parts=_parts(given),
+        workload={key: str(whole_number(given, key, 1)) for key in WORKLOAD if key in given},
         extra=extra,
         shared=device == "cuda" and backend == "gloo",
     )
+
+
+def _parts(given: Mapping[str, str]) -> tuple[str, ...]:
+    """What names of parts may begin with. Error: `ValueError` for an empty one, which every name begins with."""
+    parts = tuple(given["parts"].split(",")) if "parts" in given else None
+    if parts is not None and not all(parts):
+        raise ValueError(f"parts={given['parts']!r} has an empty name; leave parts out for all of them")
+    return parts or ("",)
 
 
 def _devices(given: Mapping[str, str], device: str, backend: str, gpus: int) -> int:

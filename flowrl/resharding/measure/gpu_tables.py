@@ -127,6 +127,8 @@ def _installed(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a move on one device, its rates as shares of that of a large copy."""
     copies = row["stage_seconds"]["local"]
     rate, most = 2 * row["installed_bytes_max"] / copies / 1e9, row["copy_gb_per_second"]
+    if most is None:  # on a CPU
+        return {**row, "copies_seconds": copies, "copies_gb_per_second": rate}
     shares = {"copies_share": rate / most, "move_share": row["install_gb_per_second"] / most}
     return {**row, "copies_seconds": copies, "copies_gb_per_second": rate, **shares}
 

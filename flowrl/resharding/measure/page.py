@@ -12,7 +12,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,22 @@ def render(page: str, data: Path) -> str:
 
 def _table(name: str, data: Path) -> str:
     if name in ("measured", "multi-gpu") or name in gpu_tables.COLUMNS:
-        files = sorted(data.glob(f"{name}-*.json"))
-        contents = [json.loads(file.read_text()) for file in files]
         shown = {"measured": measured, "multi-gpu": on_several_gpus}.get(name, partial(on_a_gpu, name))
-        made = (shown(content) for content in contents)
+        made = (_shown(file, shown) for file in sorted(data.glob(f"{name}-*.json")))
         return "\n\n".join(made) or "(No results are stored yet.)"
     if not (data / name).is_file():
         raise ValueError(f"there is no {data / name}; write it with python -m flowrl.resharding.plan ... out=FILE")
-    content = json.loads((data / name).read_text())
     if name.startswith("planned-"):
-        return _lines(*multi_gpu_tables.planned(content))
-    return predicted(content) if name.startswith("predicted-") else measured(content)
+        return _shown(data / name, lambda content: _lines(*multi_gpu_tables.planned(content)))
+    return _shown(data / name, predicted if name.startswith("predicted-") else measured)
+
+
+def _shown(file: Path, show: Callable[[Mapping[str, Any]], str]) -> str:
+    """Error: `ValueError` naming a file that is not what its command writes."""
+    try:
+        return show(json.loads(file.read_text()))
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration, ZeroDivisionError) as error:
+        raise ValueError(f"{file} is not what its command writes: {type(error).__name__}: {error}") from error
 
 
 def predicted(content: Mapping[str, Any]) -> str:
@@ -136,9 +141,24 @@ def _lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in table)])
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 0; 2 for bad input. Nothing is written then."""
+    if arguments:
+        asked = all(argument in ("-h", "--help") for argument in arguments)
+        (sys.stdout if asked else sys.stderr).write(__doc__ if asked else f"error: no words are known here\n{__doc__}")
+        return 0 if asked else 2
     try:
-        for document in DOCUMENTS:
-            document.write_text(render(document.read_text(), document.parent / "data"))
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}; run it in the root of the repository")
+        made = {document: render(document.read_text(), document.parent / "data") for document in DOCUMENTS}
+        for document, text in made.items():
+            document.write_text(text)
+    except OSError as error:
+        sys.stderr.write(f"error: {error}; run it in the root of the repository\n")
+        return 2
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
