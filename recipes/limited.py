@@ -62,7 +62,8 @@ def run_measured(
     code = run_limited(command, limit_seconds, log)
     if code not in (0, STOPPED):
         raise RuntimeError(f"it ended with code {code}")
-    return [] if _version(metrics) == before else [json.loads(line) for line in metrics.read_text().splitlines()]
+    now = _version(metrics)
+    return [] if now in (None, before) else [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def _version(file: Path) -> tuple[int, int] | None:

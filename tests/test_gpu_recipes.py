@@ -153,10 +153,12 @@ import pathlib, signal, sys, time
 ending, metrics = sys.argv[1], pathlib.Path(sys.argv[2])
 if ending in ("good", "failed", "stopped"):
     metrics.write_text('{"step": 1}\\n')
+if ending == "gone":
+    metrics.unlink(missing_ok=True)
 if ending == "stopped":
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     time.sleep(60)
-sys.exit({"good": 0, "failed": 1, "refused": 2, "early": 130}[ending])
+sys.exit({"good": 0, "failed": 1, "refused": 2, "early": 130, "gone": 130}[ending])
 """
 
 
@@ -170,7 +172,9 @@ def test_only_what_a_run_measured_itself_is_its_result(tmp_path: Path, before: b
     def measured(ending: str) -> list[dict[str, Any]]:
         return run_measured([sys.executable, "-c", RUN, ending, str(metrics)], 3, tmp_path)
 
-    assert measured("early") == []
+    assert measured("early") == [] and measured("gone") == []
+    if before:
+        metrics.write_text('{"step": 7}\n')
     with pytest.raises(RuntimeError, match="ended with code 2"):
         measured("refused")
     with pytest.raises(RuntimeError, match="ended with code 1"):

@@ -73,8 +73,8 @@ class Addresses:
 
 
 def programs_beside_collectives(device: torch.device) -> int:
-    """As many as three fifths of the GPU's multiprocessors, on which they spread. Copies on all of them would take the memory's whole rate, and the
-    collectives would run at half of theirs (docs/decisions/0007-forms-of-exchange.md)."""
+    """As many as three fifths of the GPU's multiprocessors, on which they spread. Copies on all of them would take the memory's
+    whole rate, and the collectives would run at half of theirs (docs/decisions/0007-forms-of-exchange.md)."""
     return max(1, int(torch.cuda.get_device_properties(device).multi_processor_count) * 3 // 5)
 
 
