@@ -86,7 +86,7 @@ def test_samples_and_log_probs_do_not_depend_on_the_layout(
 def test_samples_of_all_families_do_not_depend_on_larger_layouts(
     model_folder: dict[str, Path], rows: DataProto
 ) -> None:
-    layouts = [(1, 1), (2, 2), (4, 1), (1, 4)]
+    layouts = [(1, 1), (2, 1), (2, 2), (4, 1), (1, 4)]
     setups = [Setup(tp=tp, pp=pp, max_response_tokens=32) for tp, pp in layouts]
     for folder in model_folder.values():
         first, *others = run(4, sample, folder, setups, rows)[0]
