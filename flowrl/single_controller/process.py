@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -87,6 +88,7 @@ class Process:
         self._closing = threading.Event()
         self._spec = spec
         self._roles: dict[str, Any] = {}
+        self._frozen: set[str] = set()
         self._links = Links()
         self._store: Any = None
         self._device = spec.device
@@ -170,13 +172,20 @@ class Process:
             log_dir=Path(spec.log_dir) if spec.log_dir else None,
         )
         args, kwargs = self._received(arguments)
-        if gc.get_freeze_count() == 0:
-            gc.freeze()
+        new = [module for module in worker.libraries if module not in sys.modules]
+        for module in new:
+            importlib.import_module(module)
+        if new or gc.get_freeze_count() == 0:
+            self._freeze()
+        frozen = gc.get_freeze_count()
         gc.enable()
         start = time.time()
         with allocation_failures_with_figures():
             self._roles[role] = construct(worker, place, *args, **kwargs)
         gc.disable()
+        if gc.get_freeze_count() > frozen:
+            # An engine does so after its imports: all roles that exist are among what the collector passes over.
+            self._frozen = set(self._roles)
         return Answer(self._roles[role].meshes(), start, time.time())
 
     def call(self, command: Command, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Answer:
@@ -205,20 +214,32 @@ class Process:
         """Close a role and let it go."""
         self._check_thread()
         start = time.time()
-        self._roles.pop(role).close()
-        self._links.drop(self._spec.pool_name, role)
-        if self._device != "cpu":
-            # The role is among what the engine froze when it was made after it.
+        self._close(role)
+        # Beside a GPU vLLM freezes all that exists in calls, too.
+        thaws = role in self._frozen or self._device != "cpu"
+        if thaws:
             gc.unfreeze()
         gc.collect()
+        if thaws:
+            self._freeze()
         return Answer(None, start, time.time())
 
+    def _close(self, role: str) -> None:
+        self._roles.pop(role).close()
+        self._links.drop(self._spec.pool_name, role)
+
+    def _freeze(self) -> None:
+        """Take all that exists, libraries above all, out of the collector's sight: to look through it takes most of a second."""
+        gc.freeze()
+        self._frozen = set(self._roles)
+
     def shut_down(self) -> None:
-        """Close all roles, last made first, and leave the process group."""
+        """Close all roles, last made first, and leave the process group. What they held ends with the process."""
         import torch.distributed as dist
 
+        self._check_thread()
         for role in reversed(list(self._roles)):
-            self.drop(role)
+            self._close(role)
         if dist.is_initialized():
             dist.destroy_process_group()
         self._closing.set()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -38,6 +38,9 @@ class Worker:
     group of the pool is initialised by then. All methods of all roles of a pool run on one thread of their process.
     """
 
+    libraries: ClassVar[tuple[str, ...]] = ()
+    """Modules that take long to import and that drivers do not need: processes import them before they make a role, without
+    the garbage collector."""
     _place = Place()
 
     @property

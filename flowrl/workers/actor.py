@@ -17,9 +17,6 @@ from flowrl.resharding.transfer import Transfer
 from flowrl.single_controller import Link
 from flowrl.single_controller.dispatch import broadcast, split_over
 from flowrl.single_controller.worker import register
-from flowrl.workers.engine import Engine
-from flowrl.workers.heads import PolicyHead
-from flowrl.workers.model import DTYPES
 from flowrl.workers.moves import Side, carry_out, transfer_from_trainer
 from flowrl.workers.reporting import step_metrics, token_metrics
 from flowrl.workers.trained import BUCKET_BYTES, TrainedWorker
@@ -63,6 +60,9 @@ class ActorWorker(TrainedWorker):
 
         Errors: `ValueError` where layout, world and model do not fit, or the folder does not fit the shape.
         """
+        from flowrl.workers.engine import Engine
+        from flowrl.workers.heads import PolicyHead
+
         self._config = config
         self._shape = shape
         self._loss = default_loss(config, kl)
@@ -136,7 +136,7 @@ class ActorWorker(TrainedWorker):
         if self._transfer is None or self._engines is not engines:
             self._close_transfer()
             tensors = tuple((tensor.name, tensor.shape) for tensor in self.hf_tensors())
-            side = Side(self._sizes, self.places(), tensors, DTYPES[self._config.dtype])
+            side = Side(self._sizes, self.places(), tensors, self._engine.dtype)
             self._transfer = transfer_from_trainer(engines, side, self._shape, held, self.device)
             self._engines = engines
         carry_out(self._transfer, held, prove=False)

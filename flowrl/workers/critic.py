@@ -12,8 +12,6 @@ from flowrl.config.schema import CriticConfig
 from flowrl.protocol import DataProto, Ragged
 from flowrl.single_controller.dispatch import split_over
 from flowrl.single_controller.worker import register
-from flowrl.workers.engine import Engine
-from flowrl.workers.heads import CriticHead
 from flowrl.workers.reporting import step_metrics, token_metrics
 from flowrl.workers.trained import TrainedWorker
 
@@ -34,6 +32,9 @@ class CriticWorker(TrainedWorker):
 
         Errors: `ValueError` where layout, world and model do not fit, or the folder does not fit the shape.
         """
+        from flowrl.workers.engine import Engine
+        from flowrl.workers.heads import CriticHead
+
         self._config = config
         self._engine = Engine(
             model_path,

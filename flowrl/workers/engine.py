@@ -93,6 +93,7 @@ class Engine:
         Errors: `ValueError` where the layout does not fit the model or the world, or the folder does not fit the shape.
         """
         self._config = config
+        self.dtype = DTYPES[config.dtype]
         self._shape = shape
         self._device = device
         self._head = head
@@ -136,7 +137,7 @@ class Engine:
             last = self._chunks[-1]
             self.head = last.output_layer = self._head.build(last, self.groups)
         for chunk in self._chunks:
-            chunk.to(device=self._device, dtype=DTYPES[self._config.dtype])
+            chunk.to(device=self._device, dtype=self.dtype)
         first_expert = expert_shard(self._config.layout, self.at).experts(self._shape.num_experts).start
         self._parameters = global_parameters(self._chunks, first_expert)
         parameters = {
@@ -166,7 +167,7 @@ class Engine:
             self._parameters,
             self.groups,
             optim,
-            dtype=DTYPES[self._config.dtype],
+            dtype=self.dtype,
             distributed=distributed,
             total_steps=total_steps,
         )
@@ -215,7 +216,7 @@ class Engine:
         """Weight [1, h] of the value head on every rank; None for a language model. Collective."""
         if self._head.is_language_model:
             return None
-        weight = torch.empty(1, self._shape.hidden_size, dtype=DTYPES[self._config.dtype], device=self._device)
+        weight = torch.empty(1, self._shape.hidden_size, dtype=self.dtype, device=self._device)
         if isinstance(self.head, ValueHead):
             weight.copy_(self.head.weight.detach())
         # In the numbering of ranks, the last one is on the last stage.
@@ -319,7 +320,7 @@ class Engine:
             microbatch = next(iterator)
             if self.head is not None and model is self._models[-1]:
                 self.head.select(microbatch.selection)
-            microbatch.packed.turn(self._frequencies, DTYPES[self._config.dtype])
+            microbatch.packed.turn(self._frequencies, self.dtype)
             output = model(microbatch.token_ids, None, None, packed_seq_params=microbatch.packed)
             return output, partial(_collect, microbatch, consume)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 
-from flowrl.workers.engine import Engine
 from flowrl.workers.hf_weights import FolderWriter, write_weights
+
+if TYPE_CHECKING:
+    from flowrl.workers.engine import Engine
 
 
 def export_folder(engine: Engine, folder: str, bucket_bytes: int) -> None:

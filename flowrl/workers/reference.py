@@ -7,8 +7,6 @@ from flowrl.config.schema import ReferenceConfig
 from flowrl.protocol import DataProto, Ragged
 from flowrl.single_controller.dispatch import split_over
 from flowrl.single_controller.worker import register
-from flowrl.workers.engine import Engine
-from flowrl.workers.heads import PolicyHead
 from flowrl.workers.trained import EngineWorker
 
 
@@ -26,6 +24,9 @@ class ReferenceWorker(EngineWorker):
         seed: int,
     ) -> None:
         """Read the model; arguments and errors as those of the actor."""
+        from flowrl.workers.engine import Engine
+        from flowrl.workers.heads import PolicyHead
+
         head = PolicyHead(min(num_tokenizer_ids, shape.vocab_size), temperature)
         self._engine = Engine(model_path, shape, config, head, device=self.device, seed=seed)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from flowrl.protocol import Metric
-from flowrl.workers.engine import TokenStats, TrainResult
+
+if TYPE_CHECKING:
+    from flowrl.workers.engine import TokenStats, TrainResult
 
 
 def step_metrics(prefix: str, result: TrainResult, *, first_replica: bool) -> dict[str, Metric]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flowrl.checkpoints.manifest import FileDigest
 from flowrl.single_controller.dispatch import Broadcast, MeshPosition, broadcast
 from flowrl.single_controller.worker import Worker, register
-from flowrl.workers.engine import Engine
 from flowrl.workers.export import export_folder
-from flowrl.workers.saving import Save
+
+if TYPE_CHECKING:
+    from flowrl.workers.engine import Engine
+    from flowrl.workers.saving import Save
 
 BUCKET_BYTES = 256 << 20
 
@@ -15,6 +19,7 @@ BUCKET_BYTES = 256 << 20
 class EngineWorker(Worker):
     """A role around one engine. Mesh "train": one slice per replica of the model."""
 
+    libraries = ("flowrl.workers.engine", "flowrl.workers.saving")  # and Megatron-core with them
     _engine: Engine
 
     def meshes(self) -> dict[str, MeshPosition]:
@@ -49,6 +54,8 @@ class TrainedWorker(EngineWorker):
         Errors: `ValueError` naming the first tensor that is not finite, before anything is written, and where the role
         is offloaded; `OSError` where the folder cannot be written to.
         """
+        from flowrl.workers.saving import Save
+
         if self._save is not None:
             self._save.wait()
             self._save = None

@@ -15,6 +15,8 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -52,7 +54,9 @@ PRIVATE_NAMES = (
 )
 
 CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+COLLECTING = ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner")
 CPU_NAMES = (
+    *(f"{module}:gc" for module in COLLECTING),
     f"{CPU_EXPERTS}:CPUUnquantizedExperts.apply",
     f"{CPU_EXPERTS}:CPUUnquantizedExperts.process_weights_after_loading",
 )
@@ -142,6 +146,31 @@ def _plain_experts(
     output.copy_(mixture(hidden_states, w1, w2, topk_weights, topk_ids, expert_map))
 
 
+@cache
+def prepare() -> None:
+    """Import vLLM and replace what `_tame` names, once in a process.
+
+    Without the garbage collector, which costs a quarter of the time and finds nothing in half a million objects; they are
+    frozen, so that later collections do not go through them either. `Process` knows which roles are frozen with them.
+
+    Error: `ValueError` that names what the installed vLLM lacks.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        vllm = importlib.import_module("vllm")
+        assert vllm.LLM
+        if missing := missing_names():
+            raise ValueError(
+                f"vLLM {vllm.__version__} lacks {', '.join(missing)}; flowrl was written for {' and '.join(READ_IN)}"
+            )
+        _tame()
+        gc.freeze()
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _tame() -> None:
     """Replace the functions of vLLM that would act on the whole process or hide the weights. Idempotent."""
     logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -164,6 +193,9 @@ def _tame() -> None:
         # a sleep. Beside a GPU that is a quarter of a generation's time; on a CPU what it costs at start and end is more.
         core["freeze_gc_heap"] = lambda: None
         vars(importlib.import_module("vllm.v1.worker.gpu_worker"))["freeze_gc_heap"] = lambda: None
+        # Nor shall it bring back to the collector what was frozen after the imports, and look through all of it.
+        for module in COLLECTING:
+            vars(importlib.import_module(module))["gc"] = SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None)
 
 
 class _Groups:
@@ -206,6 +238,7 @@ def install_groups(
 
     They wait no longer than the default group does; vLLM's own would wait half an hour.
     """
+    prepare()
     state = vars(importlib.import_module("vllm.distributed.parallel_state"))
     rank, local_rank = dist.get_rank(), device.index or 0
     # One engine process per rank: without this vLLM would start its own and refuses the external launcher.
@@ -228,26 +261,11 @@ def install_groups(
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def _import() -> None:
-    """Everything of vLLM, without the garbage collector, which costs a quarter of the time and finds nothing."""
-    gc.disable()
-    try:
-        assert importlib.import_module("vllm").LLM
-    finally:
-        gc.enable()
-
-
 class Engine:
     """One rank of a vLLM engine in SPMD form. Make it on all ranks at once, after `install_groups`."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        _import()
-        if missing := missing_names():
-            vllm = importlib.import_module("vllm")
-            raise ValueError(
-                f"vLLM {vllm.__version__} lacks {', '.join(missing)}; flowrl was written for {' and '.join(READ_IN)}"
-            )
-        _tame()
+        prepare()
         set_num_threads = torch.set_num_threads
         with _random_state_kept():
             self.llm: Any = importlib.import_module("vllm").LLM(**_arguments(spec))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -169,3 +172,31 @@ class Faulty(Worker):
             resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
             torch.zeros(16 << 30)
         dist.barrier()
+
+
+class Circle(Worker):
+    """Holds something that only the garbage collector can free, and says when it is gone by removing a file."""
+
+    libraries = ("flowrl.workers.export",)
+
+    def __init__(self, file: str, *, freezes: bool = False) -> None:
+        self.imported_before = [library in sys.modules for library in self.libraries]
+        Path(f"{file}.{self.rank}").touch()
+        circle = _Circle(f"{file}.{self.rank}")
+        circle.itself = self.circle = circle
+        if freezes:
+            gc.freeze()
+
+    @register(dispatch=broadcast(answers="all"))
+    def imported(self) -> list[bool]:
+        return self.imported_before
+
+
+class _Circle:
+    itself: _Circle
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __del__(self) -> None:
+        Path(self.file).unlink()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from roles import Echo, Meeting
+from roles import Circle, Echo, Meeting
 
 from flowrl.protocol import DataProto, Ragged
 from flowrl.single_controller import WorkerGroup
@@ -54,6 +54,22 @@ def test_a_call_with_a_role_of_another_pool_runs_on_both_over_one_link(pool):
         taker.take_from_nobody(giver)
     with pytest.raises(ValueError, match="role 'giver' lives on pool 'warm1'.*registered with a partner work across"):
         WorkerGroup.spawn(pool(2), Echo).calls_other(giver)
+
+
+def test_a_closed_role_is_freed_whoever_froze_it_and_its_libraries_were_there_before_it(pool, tmp_path):
+    """Engines freeze what exists, so that collections pass over it. The first role is frozen by the second, the second by
+    itself, the third by nobody, and the fourth with what is left when another is closed."""
+    roles = {
+        name: WorkerGroup.spawn(pool(2), Circle, str(tmp_path / name), freezes=name == "itself", name=name)
+        for name in ("earlier", "itself", "later", "left")
+    }
+    assert roles["earlier"].imported() == [[True], [True]]
+    there = {f"{name}.{rank}" for name in roles for rank in (0, 1)}
+    for name, role in roles.items():
+        assert {file.name for file in tmp_path.iterdir()} == there
+        role.close()
+        there -= {f"{name}.0", f"{name}.1"}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_calls_are_asynchronous_in_order_and_timed_by_phase(pool):
