@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -25,7 +23,7 @@ import torch.distributed as dist
 
 from flowrl.config.memory import engine_batch_tokens
 from flowrl.single_controller.device_memory import note_asleep
-from flowrl.workers.mixture import mixture
+from flowrl.workers.vllm_private_tame import COLLECTING, CPU_EXPERTS, tame
 
 READ_IN = ("0.26.0", "0.32.0")
 
@@ -44,6 +42,7 @@ PRIVATE_NAMES = (
     "vllm.v1.engine.core:cleanup_dist_env_and_memory",
     "vllm.v1.engine.core:freeze_gc_heap",
     "vllm.v1.worker.gpu_worker:freeze_gc_heap",
+    "vllm.v1.worker.gpu_worker:Worker.sleep",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
     "vllm.v1.sample.ops.topk_topp_sampler:random_sample",
@@ -53,8 +52,6 @@ PRIVATE_NAMES = (
     "torch.distributed.distributed_c10d:_set_pg_timeout",
 )
 
-CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
-COLLECTING = ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner")
 CPU_NAMES = (
     *(f"{module}:gc" for module in COLLECTING),
     f"{CPU_EXPERTS}:CPUUnquantizedExperts.apply",
@@ -118,37 +115,9 @@ def _random_state_kept() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda_states)
 
 
-def _plain_linear(layer: Any, remove_weight: bool) -> None:
-    """Multiply with the parameter itself: vLLM's packed copies would not see weights that are written later."""
-    layer.cpu_linear = torch.nn.functional.linear
-
-
-def _keep_as_loaded(self: Any, layer: torch.nn.Module) -> None:
-    """vLLM would repack expert weights in place, and read whatever is written later in the wrong layout."""
-
-
-def _plain_experts(
-    self: Any,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: Any,
-    global_num_experts: int,
-    expert_map: torch.Tensor | None,
-    *_: Any,
-    **__: Any,
-) -> None:
-    """In place of a kernel that needs repacked weights and knows nothing of experts on other ranks."""
-    assert activation.value == "silu", f"experts with activation {activation.value} are not known"
-    output.copy_(mixture(hidden_states, w1, w2, topk_weights, topk_ids, expert_map))
-
-
 @cache
 def prepare() -> None:
-    """Import vLLM and replace what `_tame` names, once in a process.
+    """Import vLLM and replace what `tame` names, once in a process.
 
     Without the garbage collector, which costs a quarter of the time and finds nothing in half a million objects; they are
     frozen, so that later collections do not go through them either. `Process` knows which roles are frozen with them.
@@ -164,38 +133,11 @@ def prepare() -> None:
             raise ValueError(
                 f"vLLM {vllm.__version__} lacks {', '.join(missing)}; flowrl was written for {' and '.join(READ_IN)}"
             )
-        _tame()
+        tame()
         gc.freeze()
     finally:
         if collects:
             gc.enable()
-
-
-def _tame() -> None:
-    """Replace the functions of vLLM that would act on the whole process or hide the weights. Idempotent."""
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    for module in ("layers.utils", "layers.linear", "layers.vocab_parallel_embedding"):
-        loaded = importlib.import_module(f"vllm.model_executor.{module}")
-        if "dispatch_cpu_unquantized_gemm" in vars(loaded):
-            vars(loaded)["dispatch_cpu_unquantized_gemm"] = _plain_linear
-    if not torch.cuda.is_available():
-        experts = importlib.import_module(CPU_EXPERTS).CPUUnquantizedExperts
-        experts.process_weights_after_loading, experts.apply = _keep_as_loaded, _plain_experts
-    else:
-        from flowrl.workers import sampling_gpu
-
-        sampling_gpu.install()
-    core = vars(importlib.import_module("vllm.v1.engine.core"))
-    # Without this, dropping an engine destroys the default process group, which the trainer uses too.
-    core["cleanup_dist_env_and_memory"] = lambda *args, **kwargs: None
-    if not torch.cuda.is_available():
-        # vLLM freezes all objects that exist, other roles' too, so that no collection goes through them in a generation or
-        # a sleep. Beside a GPU that is a quarter of a generation's time; on a CPU what it costs at start and end is more.
-        core["freeze_gc_heap"] = lambda: None
-        vars(importlib.import_module("vllm.v1.worker.gpu_worker"))["freeze_gc_heap"] = lambda: None
-        # Nor shall it bring back to the collector what was frozen after the imports, and look through all of it.
-        for module in COLLECTING:
-            vars(importlib.import_module(module))["gc"] = SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None)
 
 
 class _Groups:
@@ -328,7 +270,7 @@ class Engine:
         del self.llm, self.model
         note_asleep(0)
         if self.spec.device == "cuda":
-            # What vLLM froze, see `_tame`.
+            # What vLLM froze, see `tame`.
             gc.unfreeze()
         gc.collect()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +158,50 @@ def two_engines(folder: Path) -> list[Any]:
         answers.append(generate(role, prompts(LENGTHS)))
         role.close()
     return answers
+
+
+GROWS = """
+import torch
+print("ready", flush=True)
+while True:
+    held = [torch.empty(64 << 20, dtype=torch.uint8, device="cuda") for _ in range(512)]
+    del held
+    torch.cuda.empty_cache()
+"""
+
+
+def sleeps_beside_another(folder: Path) -> tuple[list[Any], int]:
+    """Responses before and after an engine has slept 12 times while another process takes memory of the GPU again and
+    again, and how often vLLM took that for its own."""
+    source, role = pair(folder, folder, Cell(), Setup())
+    asked, noted = prompts(LENGTHS), Noted()
+    logger = logging.getLogger("flowrl.workers.vllm_private_tame")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(noted)
+    role.receive_weights(source)
+    answers = [generate(role, asked)]
+    with subprocess.Popen([sys.executable, "-c", GROWS], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "ready\n"
+            for _ in range(12):
+                role.sleep()
+                role.wake(what="weights")
+                role.receive_weights(source)
+                role.wake(what="kv_cache")
+        finally:
+            other.kill()
+    answers.append(generate(role, asked))
+    role.close()
+    return [{row: answer[:3] for row, answer in rows.items()} for rows in answers], len(noted.records)
+
+
+class Noted(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
 
 
 def states_through_files(

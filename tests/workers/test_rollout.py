@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from flowrl.protocol import DataProto
 from flowrl.workers import vllm_private
+from flowrl.workers.vllm_private_tame import beside_others
 
 TOLERANCE = 1e-4
 LENGTHS = [1, 5, 48, 3, 17]
@@ -68,6 +70,19 @@ def test_a_vanished_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_private, "PRIVATE_NAMES", ("torch:nn.Linear", "torch:nn.Gone", "torch.gone:x"))
     monkeypatch.setattr(vllm_private, "CPU_NAMES", ())
     assert vllm_private.missing_names() == ["torch:nn.Gone", "torch.gone:x"]
+
+
+def test_memory_that_others_take_is_no_failure_of_a_sleep_and_everything_else_is() -> None:
+    def sleep(worker: list[int], level: int = 1) -> None:
+        worker.append(level)
+        raise AssertionError(worker[0])
+
+    sleeps = beside_others(sleep)
+    worker: list[Any] = ["Memory usage increased after sleeping."]
+    sleeps(worker, level=2)
+    assert worker[1:] == [2]
+    with pytest.raises(AssertionError, match="CuMem allocator"):
+        sleeps(["CuMem allocator can only be used for one instance per process."])
 
 
 @pytest.mark.parametrize("family", ["Llama", "tied"])
