@@ -121,7 +121,6 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Idle workers, of which no pool can make use: its processes have an environment of their own.
-        os.environ.setdefault("RAY_enable_worker_prestart", "0")
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         self._owned, self.mark = True, {_MARK: self._temp_dir}
         self._reaper = self._start_reaper()

@@ -20,7 +20,7 @@ from flowrl.single_controller.dispatch import (
 from flowrl.single_controller.link import LinkArgument
 from flowrl.single_controller.pool import ResourcePool
 from flowrl.single_controller.process import Answer, Command, RoleArgument
-from flowrl.single_controller.worker import Registered, Worker, registered
+from flowrl.single_controller.worker import Registered, Worker, libraries, registered
 
 W = TypeVar("W", bound=Worker)
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
@@ -35,6 +35,7 @@ class WorkerGroup:
             raise ValueError(f"pool {pool.name!r} has a role {name!r} already; its roles are {list(pool.roles)}")
         if not (isinstance(worker, type) and issubclass(worker, Worker)):
             raise ValueError(f"{worker!r} is not a subclass of Worker")
+        libraries(worker)
         self._pool, self._worker, self._name = pool, worker, name
         self._meshes: dict[str, Mesh] = {}
         self._links: dict[WorkerGroup, tuple[LinkArgument, LinkArgument]] = {}

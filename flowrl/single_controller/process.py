@@ -81,7 +81,7 @@ class Process:
 
     def __init__(self, spec: ProcessSpec) -> None:
         # The libraries that come with a role's class are half a million objects: while they are imported the garbage
-        # collector costs a quarter of the time and finds nothing. So it runs inside methods only, and leaves them alone.
+        # collector costs a quarter of the time and finds nothing. So it is off until a role is made, and leaves them alone.
         gc.disable()
         self._log = _redirect_output(spec)
         self._thread: int | None = None
@@ -95,7 +95,7 @@ class Process:
         self._interface = GlooInterface(ray.util.get_node_ip_address())
 
     def start(self) -> Answer:
-        """(node address, pid, log path) once the libraries are imported and the device is chosen."""
+        """(node address, pid, log path) once torch is imported and the device is chosen."""
         start = time.time()
         # Ray runs __init__ on another thread than the calls; from here on there is one.
         self._thread = threading.get_ident()
@@ -158,9 +158,10 @@ class Process:
         """Make a role; the answer is its position in every mesh."""
         import torch
 
-        from flowrl.single_controller.worker import Place, construct
+        from flowrl.single_controller.worker import Place, construct, libraries
 
         self._check_thread()
+        gc.disable()
         spec = self._spec
         place = Place(
             rank=spec.rank,
@@ -172,7 +173,9 @@ class Process:
             log_dir=Path(spec.log_dir) if spec.log_dir else None,
         )
         args, kwargs = self._received(arguments)
-        new = [module for module in worker.libraries if module not in sys.modules]
+        new = [module for module in libraries(worker) if module not in sys.modules]
+        if new and self._roles:
+            gc.collect()  # What they have left in circles is not to be frozen with them.
         for module in new:
             importlib.import_module(module)
         if new or gc.get_freeze_count() == 0:
@@ -215,7 +218,7 @@ class Process:
         self._check_thread()
         start = time.time()
         self._close(role)
-        # Beside a GPU vLLM freezes all that exists in calls, too.
+        # Beside a GPU vLLM freezes and thaws as it likes.
         thaws = role in self._frozen or self._device != "cpu"
         if thaws:
             gc.unfreeze()

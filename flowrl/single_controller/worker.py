@@ -39,8 +39,8 @@ class Worker:
     """
 
     libraries: ClassVar[tuple[str, ...]] = ()
-    """Modules that take long to import and that drivers do not need: processes import them before they make a role, without
-    the garbage collector."""
+    """Modules that take long to import and that drivers do not need, beside those of the parent class: processes import them
+    before they make a role, without the garbage collector."""
     _place = Place()
 
     @property
@@ -78,6 +78,19 @@ class Worker:
 
     def close(self) -> None:
         """Hook: called in every process when the role is closed or the pool is shut down in good order."""
+
+
+def libraries(worker: type[Worker]) -> list[str]:
+    """Those that a class and its parents name, the parents' first. Error: ValueError for one string instead of a tuple."""
+    named: list[str] = []
+    for each in reversed(worker.__mro__):
+        own = vars(each).get("libraries", ())
+        if isinstance(own, str):
+            raise ValueError(
+                f"{each.__qualname__}.libraries is the string {own!r}; give a tuple of module names: ({own!r},)"
+            )
+        named.extend(own)
+    return list(dict.fromkeys(named))
 
 
 def construct(worker: type[W], place: Place, *args: Any, **kwargs: Any) -> W:

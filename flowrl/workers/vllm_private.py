@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from flowrl.config.memory import engine_batch_tokens
 from flowrl.single_controller.device_memory import note_asleep
-from flowrl.workers.vllm_private_tame import COLLECTING, CPU_EXPERTS, tame
+from flowrl.workers.vllm_private_tame import CPU_EXPERTS, tame
 
 READ_IN = ("0.26.0", "0.32.0")
 
@@ -53,7 +53,6 @@ PRIVATE_NAMES = (
 )
 
 CPU_NAMES = (
-    *(f"{module}:gc" for module in COLLECTING),
     f"{CPU_EXPERTS}:CPUUnquantizedExperts.apply",
     f"{CPU_EXPERTS}:CPUUnquantizedExperts.process_weights_after_loading",
 )
@@ -120,11 +119,13 @@ def prepare() -> None:
     """Import vLLM and replace what `tame` names, once in a process.
 
     Without the garbage collector, which costs a quarter of the time and finds nothing in half a million objects; they are
-    frozen, so that later collections do not go through them either. `Process` knows which roles are frozen with them.
+    frozen, so that later collections do not go through them either. Inside the `__init__` of a role `Process` notices it, and
+    knows which roles are frozen with them.
 
     Error: `ValueError` that names what the installed vLLM lacks.
     """
     collects = gc.isenabled()
+    gc.collect()  # What roles have left in circles is not to be frozen with them.
     gc.disable()
     try:
         vllm = importlib.import_module("vllm")
@@ -270,7 +271,7 @@ class Engine:
         del self.llm, self.model
         note_asleep(0)
         if self.spec.device == "cuda":
-            # What vLLM froze, see `tame`.
+            # What vLLM froze, see `tame`. Also before communicators are destroyed: captured graphs hold them.
             gc.unfreeze()
         gc.collect()
 

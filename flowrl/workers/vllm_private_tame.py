@@ -5,6 +5,7 @@ Read in vLLM 0.26.0 and 0.32.0, as `vllm_private`, whose `PRIVATE_NAMES` list th
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 from collections.abc import Callable
@@ -95,5 +96,8 @@ def tame() -> None:
         core["freeze_gc_heap"] = lambda: None
         vars(importlib.import_module("vllm.v1.worker.gpu_worker"))["freeze_gc_heap"] = lambda: None
         # Nor shall it bring back to the collector what was frozen after the imports, and look through all of it.
-        for module in COLLECTING:
-            vars(importlib.import_module(module))["gc"] = SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None)
+        quiet = {"collect": lambda *_: 0, "freeze": lambda: None, "unfreeze": lambda: None}
+        for name in COLLECTING:
+            theirs = vars(importlib.import_module(name))
+            if "gc" in theirs:
+                theirs["gc"] = SimpleNamespace(**{**vars(gc), **quiet})

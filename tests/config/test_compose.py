@@ -254,11 +254,19 @@ def test_flatten_and_nested_are_opposites() -> None:
     }
 
 
-def test_configuration_imports_no_torch_and_no_ray() -> None:
-    code = (
-        "import sys; from flowrl.config.cli import run_main; from flowrl.config.compose import compose; compose([]);"
-        "print([m for m in ('torch', 'ray', 'transformers', 'vllm', 'megatron') if m in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("what", "without"),
+    [
+        (
+            "from flowrl.config.cli import run_main; from flowrl.config.compose import compose; compose([])",
+            ("torch", "ray", "transformers", "vllm", "megatron"),
+        ),
+        ("import flowrl.main_ppo, flowrl.recovery", ("vllm", "megatron")),
+    ],
+    ids=["configuration", "driver"],
+)
+def test_what_only_processes_need_is_not_imported_before_them(what: str, without: tuple[str, ...]) -> None:
+    code = f"import sys; {what}; print([m for m in {without} if m in sys.modules])"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr

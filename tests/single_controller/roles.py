@@ -179,17 +179,23 @@ class Circle(Worker):
 
     libraries = ("flowrl.workers.export",)
 
-    def __init__(self, file: str, *, freezes: bool = False) -> None:
+    def __init__(self, file: str, *, freezes: bool = False, lets_go: bool = False) -> None:
         self.imported_before = [library in sys.modules for library in self.libraries]
         Path(f"{file}.{self.rank}").touch()
         circle = _Circle(f"{file}.{self.rank}")
         circle.itself = self.circle = circle
         if freezes:
             gc.freeze()
+        if lets_go:
+            del self.circle
 
     @register(dispatch=broadcast(answers="all"))
     def imported(self) -> list[bool]:
         return self.imported_before
+
+
+class CircleBesideMore(Circle):
+    libraries = ("mailbox",)  # which nobody has imported
 
 
 class _Circle:

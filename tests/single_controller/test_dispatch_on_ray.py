@@ -6,10 +6,11 @@ import time
 
 import pytest
 import torch
-from roles import Circle, Echo, Meeting
+from roles import Circle, CircleBesideMore, Echo, Meeting
 
 from flowrl.protocol import DataProto, Ragged
 from flowrl.single_controller import WorkerGroup
+from flowrl.single_controller.worker import libraries
 
 
 def batch_of(lengths: list[int]) -> DataProto:
@@ -58,18 +59,33 @@ def test_a_call_with_a_role_of_another_pool_runs_on_both_over_one_link(pool):
 
 def test_a_closed_role_is_freed_whoever_froze_it_and_its_libraries_were_there_before_it(pool, tmp_path):
     """Engines freeze what exists, so that collections pass over it. The first role is frozen by the second, the second by
-    itself, the third by nobody, and the fourth with what is left when another is closed."""
+    itself, the third by nobody when it is closed, and the fourth with what is left when the first is closed."""
     roles = {
         name: WorkerGroup.spawn(pool(2), Circle, str(tmp_path / name), freezes=name == "itself", name=name)
         for name in ("earlier", "itself", "later", "left")
     }
     assert roles["earlier"].imported() == [[True], [True]]
     there = {f"{name}.{rank}" for name in roles for rank in (0, 1)}
-    for name, role in roles.items():
+    for name in ("later", "earlier", "itself", "left"):
         assert {file.name for file in tmp_path.iterdir()} == there
-        role.close()
+        roles[name].close()
         there -= {f"{name}.0", f"{name}.1"}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_role_has_let_go_is_not_frozen_with_the_libraries_of_the_next(pool, tmp_path):
+    first = WorkerGroup.spawn(pool(1), Circle, str(tmp_path / "first"), lets_go=True, name="first")
+    assert first.imported() == [[True]]
+    second = WorkerGroup.spawn(pool(1), CircleBesideMore, str(tmp_path / "second"))
+    assert second.imported() == [[True]]
+    assert [file.name for file in tmp_path.iterdir()] == ["second.0"]
+
+
+def test_libraries_are_those_of_a_class_and_its_parents():
+    assert libraries(CircleBesideMore) == ["flowrl.workers.export", "mailbox"]
+    wrong = type("Wrong", (Circle,), {"libraries": "json"})
+    with pytest.raises(ValueError, match=r"Wrong.libraries is the string 'json'; .*: \('json',\)"):
+        libraries(wrong)
 
 
 def test_calls_are_asynchronous_in_order_and_timed_by_phase(pool):
