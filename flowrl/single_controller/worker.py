@@ -81,14 +81,12 @@ class Worker:
 
 
 def libraries(worker: type[Worker]) -> list[str]:
-    """Those that a class and its parents name, the parents' first. Error: ValueError for one string instead of a tuple."""
+    """Those that a class and its parents name, the parents' first. Error: ValueError for anything but a tuple of names."""
     named: list[str] = []
     for each in reversed(worker.__mro__):
         own = vars(each).get("libraries", ())
-        if isinstance(own, str):
-            raise ValueError(
-                f"{each.__qualname__}.libraries is the string {own!r}; give a tuple of module names: ({own!r},)"
-            )
+        if not (isinstance(own, tuple | list) and all(isinstance(name, str) for name in own)):
+            raise ValueError(f"{each.__qualname__}.libraries={own!r} is no tuple of module names, such as ('json',)")
         named.extend(own)
     return list(dict.fromkeys(named))
 

@@ -83,9 +83,9 @@ def test_what_a_role_has_let_go_is_not_frozen_with_the_libraries_of_the_next(poo
 
 def test_libraries_are_those_of_a_class_and_its_parents():
     assert libraries(CircleBesideMore) == ["flowrl.workers.export", "mailbox"]
-    wrong = type("Wrong", (Circle,), {"libraries": "json"})
-    with pytest.raises(ValueError, match=r"Wrong.libraries is the string 'json'; .*: \('json',\)"):
-        libraries(wrong)
+    for wrong in ("json", ("json", 3), {"json"}, None):
+        with pytest.raises(ValueError, match=r"Wrong.libraries=.* is no tuple of module names, such as \('json',\)"):
+            libraries(type("Wrong", (Circle,), {"libraries": wrong}))
 
 
 def test_calls_are_asynchronous_in_order_and_timed_by_phase(pool):
