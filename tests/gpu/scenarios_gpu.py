@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import subprocess
@@ -18,6 +19,7 @@ from state_scenarios import Trip, round_trips
 
 from flowrl.algorithms.distributions import log_probs_and_entropy
 from flowrl.protocol import DataProto, Ragged
+from flowrl.workers import vllm_private, vllm_private_tame
 from flowrl.workers.attention import CausalAttention
 from flowrl.workers.packed import PackedRows
 
@@ -160,36 +162,52 @@ def two_engines(folder: Path) -> list[Any]:
     return answers
 
 
-GROWS = """
-import torch
-print("ready", flush=True)
-while True:
-    held = [torch.empty(64 << 20, dtype=torch.uint8, device="cuda") for _ in range(512)]
+TAKES = """
+import sys, torch
+while line := sys.stdin.readline():
+    held = torch.empty(int(line), dtype=torch.uint8, device="cuda")
+    print("taken", flush=True)
+    sys.stdin.readline()
     del held
     torch.cuda.empty_cache()
+    print("left", flush=True)
 """
 
 
 def sleeps_beside_another(folder: Path) -> tuple[list[Any], int]:
-    """Responses before and after an engine has slept 12 times while another process takes memory of the GPU again and
-    again, and how often vLLM took that for its own."""
+    """Responses before and after a sleep in which another process takes more memory of the GPU than the engine gives back,
+    and how often vLLM took that for its own."""
     source, role = pair(folder, folder, Cell(), Setup())
     asked, noted = prompts(LENGTHS), Noted()
-    logger = logging.getLogger("flowrl.workers.vllm_private_tame")
+    logger = logging.getLogger(vllm_private_tame.__name__)
     logger.setLevel(logging.INFO)
     logger.addHandler(noted)
     role.receive_weights(source)
     answers = [generate(role, asked)]
-    with subprocess.Popen([sys.executable, "-c", GROWS], stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout is not None and other.stdout.readline() == "ready\n"
-            for _ in range(12):
-                role.sleep()
-                role.wake(what="weights")
-                role.receive_weights(source)
-                role.wake(what="kv_cache")
-        finally:
-            other.kill()
+    allocator: Any = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
+    more = sum(vllm_private._pool_bytes().values()) + (1 << 30)
+    sleep = allocator.sleep
+    with subprocess.Popen(
+        [sys.executable, "-c", TAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+
+        def told(line: str) -> str:
+            assert other.stdin is not None and other.stdout is not None
+            other.stdin.write(line + "\n")
+            other.stdin.flush()
+            return other.stdout.readline().strip()
+
+        def sleeps(*args: Any, **kwargs: Any) -> None:
+            sleep(*args, **kwargs)
+            assert told(str(more)) == "taken"
+
+        allocator.sleep = sleeps
+        role.sleep()
+        allocator.sleep = sleep
+        assert told("leave it") == "left"
+    role.wake(what="weights")
+    role.receive_weights(source)
+    role.wake(what="kv_cache")
     answers.append(generate(role, asked))
     role.close()
     return [{row: answer[:3] for row, answer in rows.items()} for rows in answers], len(noted.records)

@@ -50,5 +50,5 @@ def test_an_engine_can_follow_another_one_in_a_process(tiny: Path) -> None:
 def test_an_engine_sleeps_while_another_process_takes_the_memory(tiny: Path) -> None:
     """vLLM compares what is free on the whole GPU before and after, and would fail for what it did not take."""
     (before, after), taken = run(1, "tests.gpu.scenarios_gpu:sleeps_beside_another", tiny)[0]
-    assert taken > 0, "nobody took memory during a sleep: this has shown nothing"
+    assert taken == 1
     assert before == after
