@@ -163,6 +163,9 @@ def test_a_part_that_hangs_does_not_keep_the_others_from_their_turn(tmp_path: Pa
         (["prompts=0"], "prompts=0 must be a whole number"),
         (["parts=,"], "has an empty name"),
         (["parts=links,"], "has an empty name"),
+        (["trained=/nowhere"], "trained=/nowhere is no named shape (llama-7b, "),
+        (["trained_experts=builtin:huge"], "builtin:huge is not a built-in model; known: builtin:tiny"),
+        (["trained=deepseek-v3"], "trained=deepseek-v3 cannot be built here"),
     ],
 )
 def test_bad_words_are_named(words: list[str], message: str) -> None:

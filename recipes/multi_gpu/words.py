@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowrl.config.machine import Machine
+from flowrl.config.model_shape import shape_of
 from flowrl.resharding.shapes import SHAPES, LatentShape, planned_shape
 from flowrl.resharding.words import output_path, parse_words, whole_number
 from recipes.gpu_check import Part
@@ -75,6 +76,8 @@ def parse(arguments: Sequence[str], machine: Machine) -> Wanted:
     for name in models.values():
         if isinstance(planned_shape(name), LatentShape):
             raise ValueError(f"{name} cannot be built here; choose another named shape")
+    for key in ("trained", "trained_experts"):
+        _check_trained(key, given.get(key))
     out = output_path(given)
     assert out is not None
     return Wanted(
@@ -99,6 +102,19 @@ def parse(arguments: Sequence[str], machine: Machine) -> Wanted:
         extra=extra,
         shared=device == "cuda" and backend == "gloo",
     )
+
+
+def _check_trained(key: str, model: str | None) -> None:
+    """Error: `ValueError` for what is neither a named shape nor a model, which each run would find by itself."""
+    if model is None:
+        return
+    if isinstance(SHAPES.get(model), LatentShape):
+        raise ValueError(f"{key}={model} cannot be built here; choose another named shape")
+    try:
+        if model not in SHAPES:
+            shape_of(model)
+    except ValueError as error:
+        raise ValueError(f"{key}={model} is no named shape ({', '.join(SHAPES)}), and as a model: {error}") from None
 
 
 def _parts(given: Mapping[str, str]) -> tuple[str, ...]:
