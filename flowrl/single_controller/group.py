@@ -35,7 +35,7 @@ class WorkerGroup:
             raise ValueError(f"pool {pool.name!r} has a role {name!r} already; its roles are {list(pool.roles)}")
         if not (isinstance(worker, type) and issubclass(worker, Worker)):
             raise ValueError(f"{worker!r} is not a subclass of Worker")
-        libraries(worker)
+        libraries(worker)  # So that what is wrong with them is told here, before any process is asked.
         self._pool, self._worker, self._name = pool, worker, name
         self._meshes: dict[str, Mesh] = {}
         self._links: dict[WorkerGroup, tuple[LinkArgument, LinkArgument]] = {}

@@ -1,6 +1,7 @@
 """Functions of vLLM that flowrl replaces, since they would act on the whole process, or take it for the whole GPU.
 
-Read in vLLM 0.26.0 and 0.32.0, as `vllm_private`, whose `PRIVATE_NAMES` list them.
+Read in vLLM 0.26.0 and 0.32.0, as `vllm_private`, whose `PRIVATE_NAMES` and `CPU_NAMES` list them, but for `gc` of `COLLECTING`,
+which a module may also not have.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def beside_others(sleep: Callable[..., None]) -> Callable[..., None]:
             if TAKEN_MEANWHILE not in str(error):
                 raise
             logger.info(
-                "while the engine went to sleep, another process took more of the GPU's memory than it gave back"
+                "the GPU has less free memory than before the engine went to sleep: another process must have taken it"
             )
 
     return sleeps

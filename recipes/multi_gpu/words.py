@@ -108,11 +108,12 @@ def _check_trained(key: str, model: str | None) -> None:
     """Error: `ValueError` for what is neither a named shape nor a model, which each run would find by itself."""
     if model is None:
         return
-    if isinstance(SHAPES.get(model), LatentShape):
-        raise ValueError(f"{key}={model} cannot be built here; choose another named shape")
+    if model in SHAPES:
+        if isinstance(SHAPES[model], LatentShape):
+            raise ValueError(f"{key}={model} cannot be built here; choose another named shape")
+        return
     try:
-        if model not in SHAPES:
-            shape_of(model)
+        shape_of(model)
     except ValueError as error:
         raise ValueError(f"{key}={model} is no named shape ({', '.join(SHAPES)}), and as a model: {error}") from None
 
